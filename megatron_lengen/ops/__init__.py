@@ -1,0 +1,1 @@
+"""Mathematics on tensors: masks, the dropout family, normalization, attention."""
