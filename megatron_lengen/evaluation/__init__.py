@@ -1,0 +1,1 @@
+"""Measuring models: loss by position, needle recall, reports that compare models."""
