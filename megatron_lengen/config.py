@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.errors import BadInput, require
 
 # What makes a model the model it is: stored in checkpoints and taken from them on loading.
@@ -67,6 +68,12 @@ class LengenConfig(TransformerConfig):
 
     attention_dropout: float = 0.0
     """Kept at 0: dropout on attention probabilities is not available."""
+
+    transformer_impl: str = "auto"
+    """Layers: `local` (PyTorch), `transformer_engine`, or `auto` (the latter where it works)."""
+
+    cuda_graph_scope: list = field(default_factory=list)
+    """Parts of a layer to capture in CUDA graphs; empty for whole layers."""
 
     normalization: str = "RMSNorm"
     """Normalization of every block; the dropout family is defined on RMSNorm."""
@@ -134,6 +141,9 @@ class LengenConfig(TransformerConfig):
         self._check_windows()
         self._check_dropout()
         self._check_unsupported()
+        if self.transformer_impl == "auto":
+            usable = torch.cuda.is_available() and have_transformer_engine()
+            self.transformer_impl = "transformer_engine" if usable else "local"
         try:
             super().__post_init__()
         except (ValueError, AssertionError) as error:
@@ -324,6 +334,11 @@ class LengenConfig(TransformerConfig):
         )
 
     def _check_unsupported(self) -> None:
+        require(
+            self.transformer_impl in ("auto", "local", "transformer_engine"),
+            f"--transformer-impl: found {self.transformer_impl}; "
+            "allowed: auto, local, transformer_engine",
+        )
         require(
             self.normalization == "RMSNorm",
             f"--normalization: found {self.normalization}; allowed: RMSNorm",

@@ -1,0 +1,61 @@
+"""What depends on the versions and packages that happen to be installed.
+
+The only place that branches on Megatron-Core's version or on optional packages. A package that is
+there but cannot work (a Transformer Engine without its CUDA libraries, PyPI's unrelated `apex`)
+would break Megatron-Core while it is imported, so it is hidden before that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import warnings
+
+logger = logging.getLogger(__name__)
+
+
+def hide_unusable_packages() -> None:
+    """Make broken optional packages look absent; called before Megatron-Core is imported."""
+    for message in ("Apex is not installed", "Transformer Engine and Apex are not installed"):
+        warnings.filterwarnings("ignore", message=message)
+    if not _imports("transformer_engine"):
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    # NVIDIA's apex brings the compiled module amp_C; the package of that name on PyPI does not.
+    if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
+        logger.warning("ignoring the package 'apex': it is not NVIDIA's")
+        sys.modules["apex"] = None  # type: ignore[assignment]
+
+
+@functools.cache
+def _imports(name: str) -> bool:
+    if sys.modules.get(name, name) is None or importlib.util.find_spec(name) is None:
+        return False
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a half-installed package raises whatever it likes
+        logger.warning("ignoring the package '%s': it does not import (%s)", name, error)
+        return False
+    return True
+
+
+def have_transformer_engine() -> bool:
+    """Whether Transformer Engine can be used in this process."""
+    return _imports("transformer_engine")
+
+
+def package_version(name: str) -> str | None:
+    """Installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions worth writing into checkpoints and results."""
+    names = ("megatron-lengen", "megatron-core", "torch", "transformer-engine", "transformers")
+    return {name: package_version(name) for name in names}

@@ -1,0 +1,1 @@
+"""Modules for the slots of a layer spec."""

@@ -1,0 +1,37 @@
+"""RMSNorm for a spec's norm slots, with the dropout family between it and the projection."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_lengen.layers.dropout import DropoutSite
+from megatron_lengen.ops.rmsnorm import rms_norm_dropout
+
+
+class DropoutRMSNorm(nn.Module):
+    """RMSNorm whose output passes through affine dropout while training (Eq. 7, Eq. 12).
+
+    The slot gives only sizes; `site` is set after the model is built (models.sites) and stays None
+    where no dropout acts. Evaluation sees the plain norm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Under SP every rank sees other tokens: Megatron sums such gradients over TP.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.site: DropoutSite | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        dropout = None
+        if self.training and self.site is not None:
+            dropout = self.site.for_tensor(x)
+        return rms_norm_dropout(x, self.weight, self.eps, dropout)
+
+    def extra_repr(self) -> str:
+        """Width and epsilon, for printing."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"

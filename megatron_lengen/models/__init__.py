@@ -1,0 +1,1 @@
+"""Models: layer specs, dropout sites, initial weights, construction."""

@@ -1,0 +1,108 @@
+"""Building models: chunks of a pipeline for training, a whole model for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from megatron_lengen.config import LengenConfig
+from megatron_lengen.models.gpt_specs import KEYS_OF_FUSED_LAYERS, gpt_block_spec
+from megatron_lengen.models.sites import assign_sites
+from megatron_lengen.models.weights import fill_weights, initialize_weights
+from megatron_lengen.runtime import distributed, host
+
+
+def build_chunks(config: LengenConfig) -> list[GPTModel]:
+    """This rank's model chunks (one, or one per virtual stage), with initial weights."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
+    chunks = [build_chunk(config, vp_stage=stage) for stage in stages]
+    for chunk in chunks:
+        initialize_weights(chunk, config)
+    return chunks
+
+
+def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> GPTModel:
+    """One chunk of the decoder, its weights not yet set."""
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=gpt_block_spec(config, vp_stage),
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
+        position_embedding_type=config.position_embedding_type,
+        rotary_percent=config.rotary_percent,
+        rotary_base=config.rotary_base,
+        vp_stage=vp_stage,
+    )
+    assign_sites(model, config)
+    if last:
+        _hide_padded_vocabulary(model, config)
+    return model
+
+
+def _hide_padded_vocabulary(model: GPTModel, config: LengenConfig) -> None:
+    """Give padded rows of the vocabulary no probability.
+
+    Padding depends on the layout (a multiple of the tensor-parallel size); the loss must not.
+    """
+    rows = config.padded_vocab_size // config.tensor_model_parallel_size
+    first = rows * parallel_state.get_tensor_model_parallel_rank()
+    real = max(0, min(rows, config.vocab_size - first))
+    if real == rows:
+        return
+
+    def hide(module: nn.Module, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
+        output[0][..., real:] = torch.finfo(output[0].dtype).min
+
+    model.output_layer.register_forward_hook(hide)
+
+
+class InferenceModel(nn.Module):
+    """A whole model on one process: tokens in, logits out."""
+
+    def __init__(self, model: GPTModel, config: LengenConfig) -> None:
+        super().__init__()
+        self.model, self.config = model, config
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] token ids -> [b, s, vocab_size] fp32 logits."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        logits = self.model(tokens, positions, None)
+        return logits[..., : self.config.vocab_size].float()
+
+
+def build_for_inference(
+    config: LengenConfig, tensors: Callable[[str], Tensor]
+) -> InferenceModel:
+    """A model in evaluation mode with given weights; starts a single process group if there is
+    none.
+
+    Args:
+        config: tensor and pipeline sizes must be 1.
+        tensors: the full tensor for a checkpoint key.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        distributed.start(config)
+    elif dist.get_world_size() > 1:
+        raise RuntimeError("build_for_inference works in a single process")
+    model = build_chunk(config)
+
+    def by_name(name: str) -> Tensor:
+        for ours, stored in KEYS_OF_FUSED_LAYERS.items():
+            name = name.replace(ours, stored)
+        return tensors(name)
+
+    fill_weights(model, config, by_name)
+    return InferenceModel(model.to(host.device()).eval(), config)

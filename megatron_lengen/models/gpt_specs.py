@@ -1,0 +1,112 @@
+"""Layer specs of GPT models.
+
+A spec is chosen by two things:
+
+| backend | dropout at the norm | norm slot          | projection behind it              |
+|---------|---------------------|--------------------|-----------------------------------|
+| torch   | any                 | DropoutRMSNorm     | Megatron's column-parallel        |
+| te      | yes                 | DropoutRMSNorm     | TE's column-parallel              |
+| te      | no                  | inside the linear  | TE's fused norm and linear        |
+
+`sharded_state_dict_keys_map` gives all of them the keys of TE's fused layers, so one checkpoint
+serves training with dropout, training without, and evaluation. From a Megatron-LM checkout:
+`--spec megatron_lengen.models.gpt_specs gpt_block_spec`.
+"""
+
+from __future__ import annotations
+
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_lengen.compat import have_transformer_engine
+from megatron_lengen.config import LengenConfig
+from megatron_lengen.errors import missing_package
+from megatron_lengen.layers.attention import CausalAttention
+from megatron_lengen.layers.dropout import ResidualAdd
+from megatron_lengen.layers.norm import DropoutRMSNorm
+from megatron_lengen.layers.projections import MaskedGateUp, MaskedQKV, MaskedRows, MaskedUp
+
+KEYS_OF_FUSED_LAYERS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def gpt_layer_spec(config: LengenConfig) -> ModuleSpec:
+    """One decoder layer for `config`'s backend and dropout placement.
+
+    Raises:
+        BadInput: for the `te` backend without Transformer Engine.
+    """
+    te = config.transformer_impl == "transformer_engine"
+    backend = _te_backend() if te else LocalSpecProvider()
+    masked_projections = bool(config.dropout_on and config.dropout_letters)
+    norm_in_linear = te and not config.dropout_on
+    norm: type = IdentityOp if norm_in_linear else DropoutRMSNorm
+    columns = (
+        backend.column_parallel_layer_norm_linear()
+        if norm_in_linear
+        else backend.column_parallel_linear()
+    )
+    rows = backend.row_parallel_linear()
+    qkv, fc1 = columns, columns
+    if masked_projections:
+        qkv, rows = MaskedQKV, MaskedRows
+        fc1 = MaskedGateUp if config.gated_linear_unit else MaskedUp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=qkv,
+            core_attention=backend.core_attention() if te else CausalAttention,
+            linear_proj=rows,
+            q_layernorm=IdentityOp,
+            k_layernorm=IdentityOp,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            self_attn_bda=ResidualAdd,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=rows)),
+            mlp_bda=ResidualAdd,
+            sharded_state_dict_keys_map={} if norm_in_linear else dict(KEYS_OF_FUSED_LAYERS),
+        ),
+    )
+
+
+def gpt_block_spec(
+    config: LengenConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage (or virtual chunk) and the final norm."""
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=[gpt_layer_spec(config)] * layers, layer_norm=DropoutRMSNorm
+    )
+
+
+def _te_backend() -> BackendSpecProvider:
+    if not have_transformer_engine():
+        raise missing_package(
+            "Transformer Engine",
+            "--transformer-impl transformer_engine",
+            "--no-build-isolation 'transformer-engine[pytorch]'",
+        )
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()

@@ -1,0 +1,93 @@
+"""Tells every norm, projection and residual addition which dropout site it is.
+
+A spec's slots receive only sizes, so layer numbers and sites are set here, after the build: the
+one place that knows which modules of which layers draw masks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+
+from megatron.core.models.gpt import GPTModel
+from torch import nn
+
+from megatron_lengen.config import LengenConfig
+from megatron_lengen.layers.dropout import DropoutSite, ResidualAdd, Site
+from megatron_lengen.layers.norm import DropoutRMSNorm
+from megatron_lengen.layers.projections import MaskedRows
+from megatron_lengen.ops.variants import get_variant
+
+
+def assign_sites(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite]:
+    """Set the dropout sites of a model chunk; returns them by global module name."""
+    if not config.dropout_on:
+        return {}
+    assigned: dict[str, DropoutSite] = {}
+    layers = config.dropout_layer_set()
+    for layer in model.decoder.layers:
+        number = layer.layer_number - 1
+        if number not in layers:
+            continue
+        for name, module, site, part in _sites_of_layer(layer, config):
+            full_name = f"decoder.layers.{number}.{name}"
+            if not _skipped(full_name, config):
+                assigned[full_name] = _set(module, part, _site(config, number, site, module))
+    final = model.decoder.final_layernorm
+    if config.dropout_keep_final_norm and isinstance(final, DropoutRMSNorm):
+        name = "decoder.final_layernorm"
+        if not _skipped(name, config):
+            assigned[name] = _set(
+                final, None, _site(config, config.num_layers, Site.FINAL_NORM, final)
+            )
+    return assigned
+
+
+def _sites_of_layer(
+    layer: nn.Module, config: LengenConfig
+) -> Iterator[tuple[str, nn.Module, Site, str | None]]:
+    """(name in the layer, module, site, part of a fused projection) of every active place."""
+    if get_variant(config.dropout_variant).placement == "before_residual":
+        yield "self_attn_bda", layer.self_attn_bda, Site.ATTENTION_OUTPUT, None
+        yield "mlp_bda", layer.mlp_bda, Site.MLP_OUTPUT, None
+    elif not config.dropout_letters:
+        yield "input_layernorm", layer.input_layernorm, Site.ATTENTION_NORM, None
+        yield "pre_mlp_layernorm", layer.pre_mlp_layernorm, Site.MLP_NORM, None
+    else:
+        homes = {
+            **dict.fromkeys("qkv", ("self_attention.linear_qkv", layer.self_attention.linear_qkv)),
+            "o": ("self_attention.linear_proj", layer.self_attention.linear_proj),
+            **dict.fromkeys("gu", ("mlp.linear_fc1", layer.mlp.linear_fc1)),
+            "d": ("mlp.linear_fc2", layer.mlp.linear_fc2),
+        }
+        for letter in config.dropout_letters:
+            name, module = homes[letter]
+            part = None if isinstance(module, MaskedRows) else letter
+            yield f"{name}.{letter}", module, Site[letter.upper()], part
+
+
+def _site(config: LengenConfig, layer: int, site: Site, module: nn.Module) -> DropoutSite:
+    at_sequence_shard = isinstance(module, DropoutRMSNorm | ResidualAdd)
+    return DropoutSite(
+        variant=config.dropout_variant,
+        rate=config.dropout_rate,
+        detach_alpha=config.dropout_detach_alpha,
+        detach_beta=config.dropout_detach_beta,
+        seed=config.seed,
+        layer=layer,
+        site=site,
+        sequence_sharded=config.sequence_parallel and at_sequence_shard,
+    )
+
+
+def _set(module: nn.Module, part: str | None, site: DropoutSite) -> DropoutSite:
+    if part is None:
+        module.site = site  # type: ignore[assignment]
+    else:
+        module.sites[part] = site  # type: ignore[index, operator]
+    return site
+
+
+def _skipped(name: str, config: LengenConfig) -> bool:
+    patterns = (config.dropout_skip_modules or "").split(",")
+    return any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in patterns)

@@ -1,0 +1,101 @@
+"""Initial weights as a function of (seed, global parameter name), on every layout.
+
+A parameter's full tensor is drawn from a generator seeded by its global name, then cut to the
+rank's shard, so tensor and pipeline parallelism start from the same model as a single process.
+One full tensor is in memory at a time. Distributions are Megatron's: normal with
+--init-method-std, divided by sqrt(2 layers) for the projections that feed the residual stream;
+gains are 1, biases 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from megatron_lengen.config import LengenConfig
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+
+def global_name(name: str, model: GPTModel) -> str:
+    """A chunk's parameter name with the layer's global number in place of its local one."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+    if name == OUTPUT and model.share_embeddings_and_output_weights:
+        return EMBEDDING  # the last stage's copy of tied weights
+    return ".".join(parts)
+
+
+@torch.no_grad()
+def initialize_weights(model: GPTModel, config: LengenConfig) -> None:
+    """Draw every parameter of a model chunk."""
+    for name, parameter in model.named_parameters():
+        name = global_name(name, model)
+        full = _draw(name, _full_shape(name, parameter, config), config)
+        parameter.copy_(cut_to_rank(name, full, parameter, config))
+
+
+@torch.no_grad()
+def fill_weights(model: GPTModel, config: LengenConfig, tensors: Callable[[str], Tensor]) -> None:
+    """Set every parameter of a chunk from full tensors given by global name."""
+    for name, parameter in model.named_parameters():
+        name = global_name(name, model)
+        parameter.copy_(cut_to_rank(name, tensors(name), parameter, config))
+
+
+def cut_to_rank(name: str, full: Tensor, parameter: nn.Parameter, config: LengenConfig) -> Tensor:
+    """The part of a full tensor that this tensor-parallel rank holds.
+
+    Args:
+        full: the whole parameter; gate rows before up rows for a gated fc1; vocabulary tables may
+            have any padding.
+    """
+    if name in (EMBEDDING, OUTPUT):
+        full = _pad_rows(full[: config.vocab_size], config.padded_vocab_size)
+    dimension = getattr(parameter, "partition_dim", -1)
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if not getattr(parameter, "tensor_model_parallel", False) or ranks == 1:
+        return full
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    blocks = 2 if _is_gated_fc1(name, config) else 1
+    parts = [block.chunk(ranks, dimension)[rank] for block in full.chunk(blocks, dimension)]
+    return torch.cat(parts, dimension)
+
+
+def _is_gated_fc1(name: str, config: LengenConfig) -> bool:
+    return config.gated_linear_unit and ".mlp.linear_fc1." in name and "layer_norm" not in name
+
+
+def _pad_rows(table: Tensor, rows: int) -> Tensor:
+    return torch.cat((table, table.new_zeros(rows - table.shape[0], *table.shape[1:])))
+
+
+def _full_shape(name: str, parameter: nn.Parameter, config: LengenConfig) -> list[int]:
+    shape = list(parameter.shape)
+    if name in (EMBEDDING, OUTPUT):
+        return [config.vocab_size, *shape[1:]]
+    if getattr(parameter, "tensor_model_parallel", False):
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        shape[parameter.partition_dim] *= ranks  # type: ignore[attr-defined]
+    return shape
+
+
+def _draw(name: str, shape: list[int], config: LengenConfig) -> Tensor:
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    std = config.init_method_std
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        std /= math.sqrt(2.0 * config.num_layers)
+    digest = hashlib.sha256(f"{config.seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

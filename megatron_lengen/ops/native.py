@@ -1,0 +1,122 @@
+"""The compiled CPU kernels of native.cpp: built once per machine, found again afterwards.
+
+One C++ compiler call of about two seconds, without PyTorch's headers; the library goes to
+LENGEN_CACHE, or the user's cache folder, under a name that covers source, compiler and processor.
+Where there is no compiler the caller gets None and uses PyTorch operations instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-std=c++17", "-fPIC", "-shared")
+_POINTER, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class Call(ctypes.Structure):
+    """The arguments of every kernel; mirrors `struct Call` in native.cpp."""
+
+    _fields_ = (
+        *((name, _I64) for name in ("rows", "d", "batch", "first_channel", "blocks")),
+        ("key", ctypes.c_uint64),
+        ("stream", ctypes.c_uint32),
+        ("threshold", ctypes.c_uint32),
+        ("normalize", _I32),
+        ("threads", _I32),
+        ("eps", ctypes.c_float),
+        *(
+            (name, _POINTER)
+            for name in (
+                "positions", "samples", "x", "dz", "gain", "out", "rstd", "mean", "variance",
+                "alpha", "beta", "mean_grad", "variance_grad", "gain_grad", "alpha_grad",
+                "beta_grad",
+            )
+        ),
+    )  # fmt: skip
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """The kernels, built if need be; None where that is not possible (said once)."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not compiler:
+        logger.warning("no C++ compiler found: the norm uses slower PyTorch operations on the CPU")
+        return None
+    try:
+        return ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        logger.warning(
+            "the CPU kernels could not be built with %s (%s): the norm uses slower PyTorch "
+            "operations on the CPU",
+            compiler,
+            detail.strip().splitlines()[-1] if detail.strip() else error,
+        )
+        return None
+
+
+def _build(compiler: str) -> Path:
+    key = hashlib.sha256()
+    for part in (_SOURCE.read_bytes(), compiler.encode(), " ".join(_FLAGS).encode(), _cpu_flags()):
+        key.update(part)
+    folder = _cache_folder()
+    target = folder / f"lengen_native_{key.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", partial, *_openmp_runtime()]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        # Atomic, so that ranks that build at the same time never load half a file.
+        os.replace(partial, target)
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)
+    return target
+
+
+def _openmp_runtime() -> list[str]:
+    """Link against PyTorch's own OpenMP runtime: a second one would fight it for the cores."""
+    return sorted(glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*")))[:1]
+
+
+def _cpu_flags() -> bytes:
+    """What -march=native depends on: a cache on a shared home serves unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return b""
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))[
+        :20000
+    ].encode()
+
+
+def _cache_folder() -> Path:
+    wanted = os.environ.get("LENGEN_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "megatron_lengen"
+    )
+    folder = Path(wanted)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    fallback = Path(tempfile.gettempdir()) / f"megatron_lengen_{os.getuid()}"
+    fallback.mkdir(parents=True, exist_ok=True)
+    return fallback

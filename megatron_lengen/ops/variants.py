@@ -1,0 +1,100 @@
+"""The dropout family: z = alpha * b * x_hat + beta, with b ~ Bernoulli(1 - p).
+
+A variant is a function of the row's mean and variance (over the features, biased) and the rate,
+returning the coefficients alpha and beta of every row. Registering one makes it available to
+`--dropout-variant`, to both placements and to every layout:
+
+    @register_variant("mean_only")
+    def mean_only(mean, variance, rate):
+        return torch.full_like(mean, 1.0), mean * rate
+
+Placement is part of a variant: "after_norm" variants act between the normalization (its gain
+included) and the linear projection; "before_residual" ones on the sublayer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Coefficients = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Placement = Literal["after_norm", "before_residual"]
+
+
+class Variant(NamedTuple):
+    """One member of the family."""
+
+    name: str
+    coefficients: Coefficients
+    placement: Placement
+
+
+_REGISTRY: dict[str, Variant] = {}
+
+
+def register_variant(
+    *names: str, placement: Placement = "after_norm"
+) -> Callable[[Coefficients], Coefficients]:
+    """Register a coefficient function under one or more names.
+
+    Args:
+        names: the first is the variant's name, the others are aliases.
+        placement: where the variant acts.
+
+    The function gets mean and variance as fp32 [rows] (the statistics of the tensor that is
+    masked) and the exact rate, and returns alpha and beta, both [rows]. It must be differentiable
+    where --dropout-no-detach-alpha or --dropout-no-detach-beta are to be used with it.
+
+    Raises:
+        ValueError: if a name is taken.
+    """
+
+    def register(function: Coefficients) -> Coefficients:
+        for name in names:
+            if name in _REGISTRY or name == "none":
+                raise ValueError(f"dropout variant {name!r} is registered already")
+            _REGISTRY[name] = Variant(names[0], function, placement)
+        return function
+
+    return register
+
+
+def variant_names() -> tuple[str, ...]:
+    """Every name that `--dropout-variant` takes besides `none`."""
+    return tuple(_REGISTRY)
+
+
+def get_variant(name: str) -> Variant:
+    """The variant registered as `name`; KeyError if there is none."""
+    return _REGISTRY[name]
+
+
+def _inverted(mean: Tensor, variance: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """alpha = 1 / (1 - p), beta = 0: the mean of the masked tensor is kept."""
+    return torch.full_like(mean, 1.0 / (1.0 - rate)), torch.zeros_like(mean)
+
+
+# Sec. 4.3, placed as in Eq. 7.
+pre_linear = register_variant("pre_linear")(_inverted)
+# Eq. 6: the common placement, on the sublayer's output.
+pre_norm = register_variant("pre_norm", "residual", placement="before_residual")(_inverted)
+
+
+@register_variant("vpad")
+def vpad(mean: Tensor, variance: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """Variance-Preserving Affine Dropout (Eq. 12): keeps mean and variance of the row.
+
+    alpha = sqrt(variance / ((1 - p) (variance + p mean^2))), beta = mean (1 - alpha (1 - p)).
+    A constant row (variance 0) has alpha = 0 and becomes its mean; the derivatives of alpha are
+    0 there, where the formula's are not finite.
+    """
+    constant = variance <= 0
+    safe = torch.where(constant, torch.ones_like(variance), variance)
+    # Dividing by the variance first keeps the square root's argument near 1, so that tiny rows
+    # neither underflow nor overflow.
+    ratio = 1.0 + rate * mean * (mean / safe)
+    alpha = torch.where(constant, torch.zeros_like(safe), ((1.0 - rate) * ratio).rsqrt())
+    return alpha, mean * (1.0 - alpha * (1.0 - rate))

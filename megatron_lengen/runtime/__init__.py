@@ -1,0 +1,1 @@
+"""Where this process runs: its device, its process groups, its seeds."""
