@@ -1,0 +1,98 @@
+"""The README.md of an exported model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Settings worth a reader's time, by the names of the flags; paths and defaults of the machine stay
+# in the checkpoint.
+_SETTINGS = (
+    "train_iters",
+    "train_samples",
+    "seq_length",
+    "global_batch_size",
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+    "lr_wsd_decay_style",
+    "optimizer",
+    "weight_decay",
+    "no_decay_embeddings",
+    "decay_all",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+    "bf16",
+    "seed",
+    "dropout_variant",
+    "dropout_rate",
+    "dropout_layers",
+    "dropout_apply_to",
+    "dropout_skip_modules",
+    "dropout_keep_final_norm",
+    "dropout_detach_alpha",
+    "dropout_detach_beta",
+    "document_boundaries",
+)
+
+
+def model_card(title: str, info: Mapping[str, Any], hf: Mapping[str, Any]) -> str:
+    """Markdown with what the model is and how it was trained.
+
+    Args:
+        title: heading.
+        info: the checkpoint's `lengen.json`.
+        hf: the exported configuration.
+    """
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [megatron_lengen]",
+        "---",
+        "",
+        f"# {title}",
+        "",
+        f"A `{hf['model_type']}` model trained with megatron_lengen "
+        f"(iteration {info.get('iteration', 0)}), converted to Hugging Face's format. Dropout acts "
+        "in training only; this model runs without it.",
+        "",
+    ]
+    source = info.get("source", {}).get("name")
+    lines += [f"Weights come from `{source}`.", ""] if source else []
+    lines += ["## Attention", "", *_attention(hf), ""]
+    arguments = info.get("arguments", {})
+    rows = [(key, arguments.get(key)) for key in _SETTINGS]
+    rows = [(key, value) for key, value in rows if value not in (None, "", [])]
+    if rows:
+        lines += ["## Training settings", "", "| setting | value |", "|---|---|"]
+        lines += [f"| {key} | {value} |" for key, value in rows]
+        lines += [""]
+    versions = info.get("versions", {})
+    if versions:
+        listed = ", ".join(f"{name} {number}" for name, number in versions.items())
+        lines += ["## Versions", "", f"Written by {listed}.", ""]
+    return "\n".join(lines)
+
+
+def _attention(hf: Mapping[str, Any]) -> list[str]:
+    layers = hf["num_hidden_layers"]
+    windowed = hf.get("layer_types", []).count("sliding_attention")
+    rotary = sum(hf.get("no_rope_layers") or [1] * layers)
+    window = f"the last {hf['sliding_window']} tokens" if windowed else ""
+    return [
+        f"- {layers} layers, {rotary} with rotary positions (base {hf['rope_theta']:g}), "
+        f"{layers - rotary} without",
+        f"- {windowed} layers see {window}, {layers - windowed} see everything"
+        if windowed
+        else "- every layer sees everything",
+        f"- declared for {hf['max_position_embeddings']} positions",
+    ]

@@ -1,0 +1,268 @@
+"""Checkpoint -> Hugging Face folder, or -> a transformers model in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lengen.config import LengenConfig, config_from_architecture
+from megatron_lengen.convert.card import model_card
+from megatron_lengen.convert.families import Family, family_for
+from megatron_lengen.convert.hf_folder import (
+    CONFIG,
+    DEFAULT_SHARD_BYTES,
+    ShardWriter,
+    write_json,
+)
+from megatron_lengen.convert.mapping import pad_vocabulary
+from megatron_lengen.convert.reader import Checkpoint, open_checkpoint
+from megatron_lengen.convert.staging import check_target, staged_folder
+from megatron_lengen.convert.tokens import ID_KEYS, export_tokenizer, within_vocabulary
+from megatron_lengen.convert.verify import Verified, verify_models
+from megatron_lengen.errors import BadInput, require
+
+DTYPES: dict[str, torch.dtype | None] = {
+    "keep": None,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+GENERATION_CONFIG = "generation_config.json"
+VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def checkpoint_to_hf(
+    load: str | Path,
+    save: str | Path,
+    iteration: int | str | None = None,
+    *,
+    dtype: str = "keep",
+    settings: Mapping[str, Any] | None = None,
+    verify: bool = True,
+    force: bool = False,
+    family: str | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    report: Callable[[str], None] = print,
+) -> Verified | None:
+    """Write a checkpoint as a Hugging Face folder that `AutoModelForCausalLM` loads.
+
+    Args:
+        load: checkpoint folder or iteration folder.
+        save: the new folder; it appears when everything in it is written and verified.
+        iteration: number or `release`; the latest if None.
+        dtype: `keep`, `bf16` or `fp32`.
+        settings: configuration keys of Hugging Face to change on the way.
+        verify: compare logits with our model before publishing.
+        force: replace an existing model folder.
+        family: target family; found from the configuration if None.
+        max_shard_bytes: size at which a new weight file begins.
+        report: receives lines for the user.
+
+    Returns:
+        What the verification measured, None if it was off.
+
+    Raises:
+        BadInput: for anything that cannot be read, written or represented.
+        VerificationError: if the two models differ; nothing is published then.
+    """
+    save = Path(save)
+    check_target(save, force, CONFIG)
+    source = _Source(open_checkpoint(load, iteration), dtype, settings, family)
+    with staged_folder(save, force, CONFIG) as folder:
+        write_json(folder / CONFIG, source.hf_config)
+        ids = export_tokenizer(source.checkpoint.tokenizer_folder, folder)
+        hf = _with_ids(source, ids, settings or {}, report)
+        write_json(folder / CONFIG, hf)
+        write_json(folder / GENERATION_CONFIG, _generation_config(hf))
+        writer = ShardWriter(folder, max_shard_bytes)
+        for name, tensor in source.their_tensors():
+            writer.add(name, tensor)
+        writer.close()
+        card = model_card(save.name, source.checkpoint.info, hf)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        result = None
+        if verify:
+            result = verify_models(
+                source.config, source.family, source.our_tensor, lambda: load_hf_fp32(folder)
+            )
+            report(f"verified: {result}")
+    report(f"{source.checkpoint.folder} -> {save} ({source.family.name}, {hf['dtype']})")
+    return result
+
+
+def load_checkpoint_as_hf(
+    path: str | Path, iteration: int | str | None = None, *, dtype: str = "keep"
+) -> Any:
+    """The checkpoint as a transformers model in memory, in evaluation mode on the CPU.
+
+    Args:
+        path: checkpoint folder or iteration folder.
+        iteration: number or `release`; the latest if None.
+        dtype: `keep`, `bf16` or `fp32`.
+
+    Raises:
+        BadInput: if it cannot be read or no Hugging Face family represents it.
+    """
+    source = _Source(open_checkpoint(path, iteration), dtype, None, None)
+    hf = {**source.hf_config, **dict.fromkeys(ID_KEYS)}
+    model, loading = load_state_dict_as_hf(hf, dict(source.their_tensors()))
+    lost = sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"])
+    require(not lost, f"{source.checkpoint.folder}: not matched: {', '.join(lost[:5])}")
+    return model.eval()
+
+
+def load_hf_fp32(folder: Path, hf: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    """A folder's model in fp32 with transformers' loading report.
+
+    Args:
+        hf: a configuration to use instead of the folder's own.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder) if hf is None else AutoConfig.for_model(**hf)
+    with quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, output_loading_info=True
+        )
+
+
+def load_state_dict_as_hf(
+    hf: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    """A model from a configuration and tensors, in the configuration's dtype."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**hf)
+    model_class = getattr(transformers, hf["architectures"][0])
+    with quiet_transformers():
+        return model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=getattr(torch, hf["dtype"]),
+            output_loading_info=True,
+        )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Loading without transformers' progress bars."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def chosen_dtype(name: str) -> torch.dtype | None:
+    """The dtype behind `--dtype`; None keeps each tensor's own.
+
+    Raises:
+        BadInput: for another word.
+    """
+    require(name in DTYPES, f"--dtype: found {name}; allowed: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+class _Source:
+    """A checkpoint seen as a model of a family."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        settings: Mapping[str, Any] | None,
+        family: str | None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self._dtype = chosen_dtype(dtype)
+        config = checkpoint.config()
+        self.family: Family = family_for(config, family)
+        hf = self.family.hf_config(config)
+        _check_map(config, self.family, hf)
+        if settings:
+            hf = self.family.apply(hf, dict(settings))
+            config = config_from_architecture(self.family.architecture(hf))
+        self.config: LengenConfig = config
+        self._rules = self.family.tensor_rules(self._stored_config(checkpoint.config(), config))
+        self._check_keys()
+        name = self._main_dtype()
+        self.hf_config = {**hf, "dtype": name, "torch_dtype": name}
+
+    def their_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) in the chosen dtype, one of ours in memory at a time."""
+        for rule in self._rules:
+            tensor = self._cast(self.checkpoint.read(rule.ours))
+            yield from rule.to_theirs(tensor, self.config).items()
+
+    def our_tensor(self, key: str) -> Tensor:
+        """Our full tensor in the chosen dtype, padded for one process."""
+        tensor = self._cast(self.checkpoint.read(key))
+        return pad_vocabulary(tensor, self.config) if key in VOCABULARY_TABLES else tensor
+
+    def _stored_config(self, stored: LengenConfig, wanted: LengenConfig) -> LengenConfig:
+        """The configuration whose tensors the checkpoint holds; tying cannot change on export."""
+        same = (
+            stored.untie_embeddings_and_output_weights == wanted.untie_embeddings_and_output_weights
+        )
+        require(same, "--set tie_word_embeddings: the checkpoint's own cannot be changed on export")
+        return stored
+
+    def _check_keys(self) -> None:
+        known = {rule.ours for rule in self._rules}
+        extra = sorted(set(self.checkpoint.model_keys) - known)
+        require(
+            not extra,
+            f"to-hf: {self.family.name} has no place for {', '.join(extra[:5])}",
+        )
+        for rule in self._rules:
+            self.checkpoint.meta(rule.ours)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def _main_dtype(self) -> str:
+        if self._dtype is not None:
+            return str(self._dtype).removeprefix("torch.")
+        sizes: Counter[torch.dtype] = Counter()
+        for rule in self._rules:
+            meta = self.checkpoint.meta(rule.ours)
+            sizes[meta.dtype] += meta.numel()
+        return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def _check_map(config: LengenConfig, family: Family, hf: dict[str, Any]) -> None:
+    """The configuration read back must be the one that was written."""
+    back = config_from_architecture(family.architecture(hf))
+    if back.layer_pattern() != config.layer_pattern():
+        raise BadInput(f"to-hf: {family.name} does not keep the pattern of layers")
+
+
+def _with_ids(
+    source: _Source,
+    ids: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """The configuration with token ids: the user's, the imported model's, or the tokenizer's."""
+    stored = source.checkpoint.info.get("source", {}).get("token_ids", {})
+    wanted = {**ids, **stored}
+    wanted.update({key: settings[key] for key in ID_KEYS if key in settings})
+    kept = within_vocabulary(wanted, source.config.vocab_size)
+    for key in ID_KEYS:
+        if wanted.get(key) != kept[key]:
+            report(f"{key} {wanted[key]} is outside of the vocabulary: written as {kept[key]}")
+    return {**source.hf_config, **kept}
+
+
+def _generation_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: hf[key] for key in ID_KEYS if hf[key] is not None}

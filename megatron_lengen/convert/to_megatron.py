@@ -1,0 +1,202 @@
+"""Hugging Face folder or hub id -> `SAVE/release/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lengen.config import LengenConfig, config_from_architecture
+from megatron_lengen.convert.families import Family, family_named
+from megatron_lengen.convert.hf_folder import HFFolder, fetch_folder
+from megatron_lengen.convert.mapping import Rule, pad_vocabulary
+from megatron_lengen.convert.reader import open_checkpoint
+from megatron_lengen.convert.to_hf import (
+    VOCABULARY_TABLES,
+    chosen_dtype,
+    load_hf_fp32,
+    load_state_dict_as_hf,
+)
+from megatron_lengen.convert.tokens import ID_KEYS, importer
+from megatron_lengen.convert.verify import Verified, verify_models
+from megatron_lengen.convert.writer import write_release
+from megatron_lengen.errors import BadInput, require
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def hf_to_checkpoint(
+    load: str | Path,
+    save: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: str = "keep",
+    settings: Mapping[str, Any] | None = None,
+    verify: bool = True,
+    force: bool = False,
+    family: str | None = None,
+    report: Callable[[str], None] = print,
+) -> Verified | None:
+    """Write a Hugging Face model as a checkpoint from which training starts at iteration 0.
+
+    Args:
+        load: folder or hub id.
+        save: checkpoint folder; `release/` and the tracker file are written into it.
+        revision: branch, tag or commit of a hub id.
+        dtype: `keep`, `bf16` or `fp32`.
+        settings: configuration keys of Hugging Face to change on the way.
+        verify: compare logits with Hugging Face's model before publishing.
+        force: replace an existing `release/`.
+        family: source family; the configuration's `model_type` if None.
+        report: receives lines for the user.
+
+    Returns:
+        What the verification measured, None if it was off.
+
+    Raises:
+        BadInput: for anything that cannot be read, written or represented.
+        VerificationError: if the two models differ; nothing is published then.
+    """
+    source = _Source(HFFolder(fetch_folder(load, revision)), dtype, dict(settings or {}), family)
+    results: list[Verified] = []
+
+    def check(folder: Path) -> None:
+        written = open_checkpoint(folder)
+
+        def tensor(key: str) -> Tensor:
+            stored = written.read(key)
+            return pad_vocabulary(stored, source.config) if key in VOCABULARY_TABLES else stored
+
+        results.append(verify_models(source.config, source.family, tensor, source.load_theirs))
+
+    details = {"source": {"name": _public_name(load, revision), "token_ids": source.token_ids}}
+    written = write_release(
+        save,
+        source.config,
+        source.metas(),
+        source.tensor,
+        write_tokenizer=importer(source.folder.folder),
+        check=check if verify else None,
+        details=details,
+        force=force,
+    )
+    if results:
+        report(f"verified: {results[0]}")
+    report(f"{load} -> {written} ({source.family.name})")
+    return results[0] if results else None
+
+
+class _Source:
+    """A Hugging Face folder seen as one of our models."""
+
+    def __init__(
+        self, folder: HFFolder, dtype: str, settings: dict[str, Any], family: str | None
+    ) -> None:
+        self.folder = folder
+        self._dtype = chosen_dtype(dtype)
+        kind = str(folder.raw_config.get("model_type"))
+        self.family: Family = family_named(family or kind, "--family" if family else "model_type")
+        effective = effective_config(folder.folder, self.family)
+        self._was_tied = bool(effective["tie_word_embeddings"])
+        self._hf = self.family.apply(effective, settings)
+        self._changed = bool(settings)
+        self.config: LengenConfig = config_from_architecture(self.family.architecture(self._hf))
+        reason = self.family.objection(self.config)
+        require(reason is None, f"to-megatron: {self.family.name} does not have {reason}")
+        rules = self.family.tensor_rules(self.config)
+        self._rules: dict[str, Rule] = {rule.ours: rule for rule in rules}
+        self._check_names()
+        self._check_dtypes()
+        self.token_ids = {key: self._hf.get(key) for key in ID_KEYS}
+
+    def metas(self) -> dict[str, Tensor]:
+        """Shape and dtype of every tensor of ours."""
+        out = {}
+        for key, rule in self._rules.items():
+            parts = [self._cast(self.folder.meta(self._stored(name))) for name in rule.theirs]
+            out[key] = rule.to_ours(parts, self.config)
+        return out
+
+    def tensor(self, key: str) -> Tensor:
+        """Our full tensor for a checkpoint key."""
+        rule = self._rules[key]
+        parts = [self._cast(self.folder.read(self._stored(name))) for name in rule.theirs]
+        return rule.to_ours(parts, self.config)
+
+    def load_theirs(self) -> tuple[Any, dict[str, Any]]:
+        """Hugging Face's own reading of the folder, with the settings and dtype of the user."""
+        if self._dtype is None and not self._changed:
+            return load_hf_fp32(self.folder.folder)
+        names = [name for rule in self._rules.values() for name in rule.theirs]
+        tensors = {name: self._cast(self.folder.read(self._stored(name))).float() for name in names}
+        architectures = self._hf.get("architectures") or self.folder.raw_config["architectures"]
+        hf = {**self._hf, "architectures": architectures, "dtype": "float32"}
+        return load_state_dict_as_hf(hf, tensors)
+
+    def _stored(self, name: str) -> str:
+        """Where a tensor lies; the head of a tied model that gets untied is its embedding."""
+        return _EMBEDDING if name == _HEAD and self._was_tied else name
+
+    def _check_names(self) -> None:
+        wanted = {self._stored(name) for rule in self._rules.values() for name in rule.theirs}
+        present = set(self.folder.names)
+        missing = sorted(wanted - present)
+        require(not missing, f"{self.folder.folder}: no tensor {', '.join(missing[:5])}")
+        extra = sorted(present - wanted)
+        if _HEAD in extra:
+            same = torch.equal(self.folder.read(_HEAD), self.folder.read(_EMBEDDING))
+            require(
+                same,
+                f"{self.folder.folder}: tie_word_embeddings is true, but {_HEAD} and {_EMBEDDING} "
+                "differ; allowed: equal ones",
+            )
+            extra.remove(_HEAD)
+        # Frequencies that older versions stored are computed from the configuration here.
+        extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
+        require(
+            not extra,
+            f"{self.folder.folder}: {self.family.name} has no place for {', '.join(extra[:5])}",
+        )
+
+    def _check_dtypes(self) -> None:
+        if self._dtype is not None:
+            return
+        for name in self.folder.names:
+            dtype = self.folder.meta(name).dtype
+            if dtype not in (torch.bfloat16, torch.float32):
+                raise BadInput(
+                    f"--dtype keep: {name} is {dtype}; allowed: bfloat16, float32, or give "
+                    "--dtype bf16 or fp32"
+                )
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self._dtype is None else tensor.to(self._dtype)
+
+
+def effective_config(folder: Path, family: Family) -> dict[str, Any]:
+    """The configuration as transformers understands it, defaults of its class filled in.
+
+    Raises:
+        BadInput: if transformers refuses it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadInput(f"{folder / 'config.json'}: refused by transformers: {reason}") from error
+    require(
+        config.model_type == family.name,
+        f"--family: found {family.name}; {folder} is a {config.model_type}",
+    )
+    return config.to_dict()
+
+
+def _public_name(load: str | Path, revision: str | None) -> str:
+    """How the source is called in the checkpoint: a hub id, or a folder's last name."""
+    name = Path(load).resolve().name if Path(load).is_dir() else str(load)
+    return f"{name}@{revision}" if revision else name

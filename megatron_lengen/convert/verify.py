@@ -1,0 +1,182 @@
+"""Does the Hugging Face model compute what our model computes?
+
+Both models run on random tokens in fp32 at lengths below, at and above the attention window, one
+after the other so that memory holds one of them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lengen.config import LengenConfig
+from megatron_lengen.convert.families import AttentionKind, Family
+
+TOLERANCE = 1e-4
+_SEED = 20_240_607
+_PLAIN_LENGTH = 64
+_KEPT_POSITIONS = 256
+
+
+class VerificationError(RuntimeError):
+    """The two models differ; nothing was published."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was measured: per length the largest difference and the largest logit."""
+
+    lengths: tuple[int, ...]
+    differences: tuple[float, ...]
+    scales: tuple[float, ...]
+
+    @property
+    def worst(self) -> float:
+        """Largest difference relative to the largest logit, over the lengths."""
+        pairs = zip(self.differences, self.scales, strict=True)
+        # A comparison that is not a number is the worst there can be.
+        relative = [d / s if s > 0 else d for d, s in pairs]
+        return max(r if r == r else float("inf") for r in relative)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{difference:.1e} of logits up to {scale:.3g} at {length} tokens"
+            for length, difference, scale in zip(
+                self.lengths, self.differences, self.scales, strict=True
+            )
+        ]
+        return (
+            f"largest difference of logits {self.worst:.1e} relative (allowed {TOLERANCE:.0e}): "
+            + "; ".join(parts)
+        )
+
+
+def verification_lengths(config: LengenConfig) -> list[int]:
+    """Lengths below, at and above the window; one length where no layer has a window."""
+    if not any(kind.windowed for kind in config.layer_pattern()):
+        return [_PLAIN_LENGTH]
+    window = config.window_size[0] + 1
+    below = max(1, min(window - 1, _PLAIN_LENGTH))
+    above = window + max(1, min(window, _PLAIN_LENGTH))
+    return sorted({below, window, above})
+
+
+def verify_models(
+    config: LengenConfig,
+    family: Family,
+    tensors: Callable[[str], Tensor],
+    load_theirs: Callable[[], tuple[Any, dict[str, Any]]],
+) -> Verified:
+    """Compare our model with theirs: logits, layer pattern, keys, tying.
+
+    Args:
+        config: our model, as it should behave.
+        family: the family of the Hugging Face model.
+        tensors: our full tensor for a checkpoint key.
+        load_theirs: gives the fp32 Hugging Face model and transformers' loading report.
+
+    Raises:
+        VerificationError: saying what differs.
+    """
+    from megatron_lengen.runtime import host
+
+    lengths = verification_lengths(config)
+    batches = [_tokens(length, config.vocab_size) for length in lengths]
+    theirs, report = load_theirs()
+    _check_loading(report)
+    _check_pattern(config, family, theirs)
+    _check_tying(config, theirs)
+    device = host.device()
+    theirs = theirs.to(device).eval()
+    expected = [_their_logits(theirs, tokens.to(device)) for tokens in batches]
+    del theirs
+    gc.collect()
+    ours = _our_model(config, tensors, max(lengths))
+    differences, scales = [], []
+    for tokens, reference in zip(batches, expected, strict=True):
+        logits = ours(tokens.to(device))[:, kept_positions(tokens.shape[1])].float().cpu()
+        differences.append(float((logits - reference).abs().max()))
+        scales.append(float(reference.abs().max()))
+    result = Verified(tuple(lengths), tuple(differences), tuple(scales))
+    if not result.worst <= TOLERANCE:
+        raise VerificationError(f"verification failed: {result}")
+    return result
+
+
+def kept_positions(length: int) -> Tensor:
+    """Positions whose logits are compared: all of a short row, else spread ones and the last."""
+    if length <= _KEPT_POSITIONS:
+        return torch.arange(length)
+    half = _KEPT_POSITIONS // 2
+    spread = torch.linspace(0, length - half - 1, half).long()
+    return torch.cat([spread, torch.arange(length - half, length)])
+
+
+def _tokens(length: int, vocab_size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED + length)
+    return torch.randint(0, vocab_size, (1, length), generator=generator)
+
+
+def _our_model(config: LengenConfig, tensors: Callable[[str], Tensor], longest: int) -> Any:
+    from megatron_lengen.config import config_from_architecture
+    from megatron_lengen.models.build import build_for_inference
+
+    single = config_from_architecture(
+        config.architecture(),
+        max_position_embeddings=max(config.max_position_embeddings, longest),
+    )
+    return build_for_inference(single, lambda key: tensors(key).float())
+
+
+@torch.inference_mode()
+def _their_logits(model: Any, tokens: Tensor) -> Tensor:
+    """[1, s] -> fp32 logits [1, kept positions, V] on the CPU."""
+    kept = kept_positions(tokens.shape[1]).to(tokens.device)
+    return model(tokens, logits_to_keep=kept, use_cache=False).logits.float().cpu()
+
+
+def _check_loading(report: dict[str, Any]) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        found = sorted(str(item) for item in report.get(kind) or ())
+        if found:
+            listed = ", ".join(found[:5]) + (" ..." if len(found) > 5 else "")
+            raise VerificationError(f"verification failed: {kind.replace('_', ' ')}: {listed}")
+
+
+def _check_pattern(config: LengenConfig, family: Family, model: Any) -> None:
+    window = config.window_size[0] + 1 if config.window_size else None
+    expected = [
+        AttentionKind(kind.rope, window if kind.windowed else None)
+        for kind in config.layer_pattern()
+    ]
+    found = family.attention_kinds(model)
+    _same_length(expected, found)
+    for layer, (want, have) in enumerate(zip(expected, found, strict=True)):
+        if want != have:
+            raise VerificationError(
+                f"verification failed: layer {layer} has rope {have.rope}, window {have.window} "
+                f"in Hugging Face; expected rope {want.rope}, window {want.window}"
+            )
+
+
+def _same_length(expected: Sequence[Any], found: Sequence[Any]) -> None:
+    if len(expected) != len(found):
+        raise VerificationError(
+            f"verification failed: {len(found)} layers in Hugging Face; expected {len(expected)}"
+        )
+
+
+def _check_tying(config: LengenConfig, model: Any) -> None:
+    embedding = model.get_input_embeddings().weight
+    shared = embedding.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    tied = not config.untie_embeddings_and_output_weights
+    if shared != tied:
+        raise VerificationError(
+            f"verification failed: embedding and head {'share' if shared else 'do not share'} "
+            f"their storage; expected {'tied' if tied else 'separate'} weights"
+        )
