@@ -66,7 +66,7 @@ class EvaluationModel:
         Returns:
             [b, s, h].
         """
-        output = self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
+        output = self.model.base_model(input_ids=self._placed(ids), use_cache=False)
         return output.last_hidden_state
 
     @torch.inference_mode()
@@ -80,8 +80,8 @@ class EvaluationModel:
         Returns:
             [b, s - 1] fp32 on the CPU; entry i is the loss of token i + 1 given tokens 0 to i.
         """
-        ids = ids.to(self.device)
         hidden = self.hidden(ids)
+        ids = ids.to(self.device)
         rows, length = ids.shape
         if chunk is None:
             chunk = max(1, _LOGIT_BUDGET // (rows * self.model.config.vocab_size))
@@ -121,7 +121,7 @@ class EvaluationModel:
         """
         from transformers import GenerationConfig
 
-        ids = ids.to(self.device)
+        ids = self._placed(ids)
         # No end token: rows stay aligned, and the caller cuts where its tokenizer's text ends.
         settings = GenerationConfig(
             max_new_tokens=new_tokens, do_sample=False, use_cache=True, pad_token_id=0
@@ -130,6 +130,14 @@ class EvaluationModel:
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )
         return output[:, ids.shape[1] :].cpu()
+
+    def _placed(self, ids: Tensor) -> Tensor:
+        largest, vocabulary = int(ids.max()), self.model.config.vocab_size
+        if largest >= vocabulary:
+            raise BadInput(
+                f"--tokenizer: gave the id {largest}; the model has a vocabulary of {vocabulary}"
+            )
+        return ids.to(self.device)
 
 
 def load_model(source: ModelSource, device: str = "auto", dtype: str = "auto") -> EvaluationModel:
@@ -186,18 +194,17 @@ def load_tokenizer(source: ModelSource, override: str | None = None) -> Tokenize
     Raises:
         BadInput: if there is none.
     """
-    from megatron_lengen.data.tokenizer import build_tokenizer, load_saved
+    from megatron_lengen.data.tokenizer import build_tokenizer
 
     if override is not None:
         return build_tokenizer(override)
     if source.folder is None:
-        return build_tokenizer(source.name)
-    inside = source.folder / "tokenizer" if source.kind == "megatron" else source.folder
-    if (inside / "lengen_tokenizer.json").is_file():
-        return load_saved(inside)
-    if not any((inside / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return build_tokenizer(source.name, revision=source.revision)
+    folder = source.folder / "tokenizer" if source.kind == "megatron" else source.folder
+    names = ("lengen_tokenizer.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if not any((folder / name).is_file() for name in names):
         raise BadInput(f"--model: {source.folder} has no tokenizer; give one with --tokenizer")
-    return build_tokenizer(str(inside))
+    return build_tokenizer(folder)
 
 
 def _device(name: str) -> torch.device:

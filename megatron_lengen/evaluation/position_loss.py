@@ -228,6 +228,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     draw_curve(axes, results, color="#0072B2", label=None)
     finish_axes(axes, results["train_length"])
+    if results["train_length"]:
+        axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -245,19 +247,15 @@ def draw_curve(axes: Any, results: dict[str, Any], color: str, label: str | None
 
 
 def finish_axes(axes: Any, train_length: int | None) -> None:
-    """Labels, and the training length as a dotted line."""
+    """Labels and the training length."""
     axes.set_xlabel("position in the document (tokens)")
     axes.set_ylabel("cross-entropy (nats per token)")
     axes.grid(alpha=0.25)
+    mark_train_length(axes, train_length)
+
+
+def mark_train_length(axes: Any, train_length: int | None) -> None:
+    """The training length as a dotted line, named for the legend."""
     if train_length:
-        axes.axvline(train_length, color="#444444", linestyle=":", linewidth=1.3)
-        axes.annotate(
-            f"training length {train_length}",
-            (train_length, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, -4),
-            textcoords="offset points",
-            va="top",
-            fontsize=8,
-            color="#444444",
-        )
+        label = f"training length ({train_length})"
+        axes.axvline(train_length, color="#444444", linestyle=":", linewidth=1.3, label=label)

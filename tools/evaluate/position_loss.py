@@ -5,6 +5,7 @@ Example:
         --max-length 4096 --train-length 256 --output RUN/position_loss
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def main() -> int:
     return 0
 
 
-def evaluate(args, source: sources.ModelSource, settings: dict) -> dict:
+def evaluate(args: argparse.Namespace, source: sources.ModelSource, settings: dict) -> dict:
     """Load, measure, draw, write."""
     from megatron_lengen.evaluation import model as models
     from megatron_lengen.evaluation import position_loss

@@ -1,0 +1,124 @@
+"""Needle in a haystack (RULER's NIAH-1) at several lengths: writes results.json, samples.jsonl
+and needle.png.
+
+Example:
+    python tools/evaluate/needle.py --model RUN/hf --lengths 256,512,1024,2048,4096 \\
+        --samples 100 --train-length 256 --output RUN/needle
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_lengen.errors import run_main
+from megatron_lengen.evaluation import results, sources
+
+
+def lengths(text: str) -> list[int]:
+    """Lengths from `256,512`, in order and once each."""
+    return sorted({results.positive(part.strip()) for part in text.split(",")})
+
+
+def build_parser() -> results.Parser:
+    parser = results.Parser(
+        prog="needle.py",
+        description="Recall of a number hidden in a text, by length and depth. Greedy answers; a "
+        "sample scores if the number occurs in the output.",
+    )
+    results.add_model_arguments(parser)
+    group = parser.add_argument_group("task")
+    group.add_argument(
+        "--lengths",
+        type=lengths,
+        required=True,
+        metavar="N,N,...",
+        help="tokens of prompt and answer together",
+    )
+    group.add_argument(
+        "--samples", type=results.positive, default=100, help="at each length (default: 100)"
+    )
+    group.add_argument(
+        "--style", default="noise", help="the text around the needle (default: noise)"
+    )
+    group.add_argument(
+        "--digits", type=results.positive, default=7, help="digits of the number (default: 7)"
+    )
+    group.add_argument("--seed", type=int, default=42, help="decides the samples (default: 42)")
+    group.add_argument(
+        "--batch-tokens",
+        type=results.positive,
+        default=16384,
+        help="tokens computed at a time, one sample at least (default: 16384)",
+    )
+    group.add_argument(
+        "--train-length",
+        type=results.positive,
+        metavar="T",
+        help="training length, drawn in the picture (default: the checkpoint's, if it is one)",
+    )
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    source = sources.find_model(args.model, args.iteration, args.revision)
+    settings = {
+        "task": "needle",
+        "model": source.identity(),
+        "lengths": args.lengths,
+        "samples": args.samples,
+        "style": args.style,
+        "digits": args.digits,
+        "seed": args.seed,
+        "batch_tokens": args.batch_tokens,
+        "train_length": args.train_length or sources.training_length(source),
+        "tokenizer": args.tokenizer,
+        "device": args.device,
+        "dtype": args.dtype,
+    }
+    from megatron_lengen.evaluation import needle
+
+    found = results.finished_results(args.output, settings, args.force)
+    if found is None:
+        found = evaluate(args, source, settings)
+    else:
+        print(f"{args.output} already has these results:")
+    print(needle.table(found))
+    return 0
+
+
+def evaluate(args: argparse.Namespace, source: sources.ModelSource, settings: dict) -> dict:
+    """Load, measure, draw, write."""
+    from megatron_lengen.evaluation import model as models
+    from megatron_lengen.evaluation import needle
+
+    folder = results.prepare_output(args.output)
+    tokenizer = models.load_tokenizer(source, args.tokenizer)
+    model = models.load_model(source, args.device, args.dtype)
+    scores, outputs = needle.evaluate_needle(
+        model,
+        tokenizer,
+        args.lengths,
+        args.samples,
+        style=args.style,
+        digits=args.digits,
+        seed=args.seed,
+        batch_tokens=args.batch_tokens,
+        train_length=settings["train_length"],
+    )
+    found = {
+        "settings": settings,
+        "model": model.describe(),
+        **scores,
+        "versions": results.versions(),
+    }
+    needle.write_outputs(folder / "samples.jsonl", outputs)
+    needle.draw(found, folder / "needle.png")
+    results.write_results(folder, found)
+    return found
+
+
+if __name__ == "__main__":
+    run_main(main)
