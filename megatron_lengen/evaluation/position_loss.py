@@ -8,7 +8,6 @@ those with at least `max_length` tokens are used, cut to that length.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,38 +48,23 @@ def read_documents(paths: Iterable[str], text_key: str = "text") -> Iterator[str
     """Texts of documents, in the order of the files.
 
     Args:
-        paths: .jsonl files (one object with `text_key` a line), other files (one document each),
-            or folders of them, walked in the order of names.
+        paths: .jsonl files (one object with `text_key` a line), text files (one document each), or
+            folders of them, walked in the order of names; gzipped files and parquet too.
         text_key: the field of a JSON line that holds the text.
 
     Raises:
-        BadInput: for a missing path, or a line that is not such an object.
+        BadInput: for a missing path, or a line that is not such an object, by its number.
     """
-    for path in map(Path, paths):
-        require(path.exists(), f"--data: {path} does not exist")
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        for file in files:
-            if file.suffix == ".jsonl":
-                yield from _read_jsonl(file, text_key)
-            else:
-                try:
-                    yield file.read_text(encoding="utf-8")
-                except UnicodeDecodeError as error:
-                    raise BadInput(f"--data: {file} is not UTF-8 text") from error
+    from megatron_lengen.data.texts import decode_batch, find_files, read_batches
 
-
-def _read_jsonl(file: Path, text_key: str) -> Iterator[str]:
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[text_key]
-            except (ValueError, KeyError, TypeError) as error:
-                raise BadInput(
-                    f"--data: {file}:{number} is not a JSON object with {text_key!r}"
-                ) from error
-            require(isinstance(text, str), f"--data: {file}:{number}: {text_key!r} is no text")
+    for batch in read_batches(find_files(list(paths))[0], text_key):
+        decoded = decode_batch(batch, text_key)
+        require(not decoded.broken, f"--data: {next(iter(decoded.broken), '')}")
+        require(
+            not decoded.skipped["without the key"],
+            f"--data: {batch.path} has lines without {text_key!r}; name theirs with --text-key",
+        )
+        for _, text in decoded.texts:
             yield text
 
 

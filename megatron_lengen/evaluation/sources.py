@@ -110,7 +110,7 @@ def training_length(source: ModelSource) -> int | None:
     if source.kind != "megatron" or source.folder is None:
         return None
     stored = json.loads((source.folder / "lengen.json").read_text(encoding="utf-8"))
-    return stored.get("arguments", {}).get("seq_length")
+    return (stored.get("arguments") or {}).get("seq_length")
 
 
 def _files_in(folder: Path) -> list[Path]:

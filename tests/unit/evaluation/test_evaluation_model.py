@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from evaluation_models import VOCAB, llama, smollm3
 
 from megatron_lengen.errors import BadInput
-from megatron_lengen.evaluation.model import load_model, prepare_model
+from megatron_lengen.evaluation.model import load_model, load_tokenizer, prepare_model
 from megatron_lengen.evaluation.sources import find_model
 
 
@@ -159,6 +159,26 @@ def test_folder_round_trip_and_missing_weights(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BadInput, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
         load_model(find_model(str(tmp_path)), "cpu")
+
+
+def test_megatron_checkpoint_is_the_model_it_came_from(tmp_path):
+    from megatron_lengen.convert.to_megatron import hf_to_checkpoint
+
+    model = smollm3()
+    model.save_pretrained(tmp_path / "hf")
+    hf_to_checkpoint(tmp_path / "hf", tmp_path / "run", verify=False, report=lambda line: None)
+    source = find_model(str(tmp_path / "run"))
+    assert (source.kind, source.iteration) == ("megatron", "release")
+    loaded = load_model(source, "cpu")
+    ids = random_ids(1, 40)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(ids).logits
+    logits = loaded.head(loaded.hidden(ids))[..., :VOCAB]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(BadInput, match="no tokenizer"):
+        load_tokenizer(source)
+    assert load_tokenizer(source, "byte").encode("a") == [97]
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
