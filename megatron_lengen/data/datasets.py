@@ -1,0 +1,165 @@
+"""Training and validation datasets, and the batches that a rank reads from them.
+
+A row's number in its dataset is its sample number: the row's place in training order, counted over
+the whole run. Which rank computes a row follows from its number alone, so data order does not
+depend on the layout, and a resumed run continues at the next number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_lengen.data.tokenizer import Tokenizer
+from megatron_lengen.errors import BadInput
+
+Batch = dict[str, Tensor]
+
+
+class _DatasetTokenizer:
+    """What Megatron's datasets ask of a tokenizer."""
+
+    pad = -1  # rows are always full; no real id may stand for padding
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab_size, self.eod = tokenizer.vocab_size, tokenizer.eod
+        self.unique_identifiers = {
+            "kind": tokenizer.kind,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        }
+
+
+def blend_of(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Prefixes and weights from PREFIX... or WEIGHT PREFIX pairs.
+
+    Raises:
+        BadInput: for a mixture of both.
+    """
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+    weights = [number(text) for text in paths[::2]]
+    if weights[0] is None:
+        return list(paths), None
+    if len(paths) % 2 or None in weights:
+        raise BadInput(
+            f"data paths: found {' '.join(paths)}; allowed: prefixes, or WEIGHT PREFIX pairs"
+        )
+    return list(paths[1::2]), [w for w in weights if w is not None]
+
+
+def build_datasets(
+    tokenizer: Tokenizer,
+    seq_length: int,
+    seed: int,
+    samples: tuple[int, int],
+    data_path: list[str] | None = None,
+    train_data_path: list[str] | None = None,
+    valid_data_path: list[str] | None = None,
+    split: str = "99,1,0",
+    cache_path: str | None = None,
+    eod_mask_loss: bool = False,
+) -> tuple[Dataset, Dataset | None]:
+    """Megatron's GPT datasets for training and validation; mock ones where no path is given.
+
+    Called on all ranks; the first builds the indices.
+
+    Args:
+        samples: rows needed for training and for validation.
+
+    Returns:
+        Training and validation datasets; None where the data has no validation share.
+    """
+    options: dict[str, Any] = {"split": split}
+    if train_data_path:
+        valid = blend_of(valid_data_path) if valid_data_path else None
+        options = {"blend_per_split": [blend_of(train_data_path), valid, None]}
+    elif data_path:
+        options["blend"] = blend_of(data_path)
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        path_to_cache=cache_path,
+        tokenizer=_DatasetTokenizer(tokenizer),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=eod_mask_loss,
+        create_attention_mask=False,
+        **options,
+    )
+    cls = MockGPTDataset if config.mock else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(cls, [*samples, None], lambda: True, config)
+    train, valid, _ = builder.build()
+    if train is None:
+        raise BadInput("data: the training share is empty")
+    return train, valid
+
+
+class _NumberedRows(Dataset):
+    """Rows that carry their sample numbers."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, sample: int) -> Batch:
+        row = self.dataset[sample]
+        return {
+            "tokens": row["tokens"],
+            "labels": row["labels"],
+            "loss_mask": row["loss_mask"],
+            "samples": torch.tensor(sample, dtype=torch.int64),
+        }
+
+
+class _RankRows:
+    """The sample numbers of each micro-batch of one data-parallel rank, in order."""
+
+    def __init__(self, start: int, end: int, micro_batch: int, rank: int, ranks: int) -> None:
+        self.start, self.end = start, end
+        self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.micro_batch * self.ranks
+        for first in range(self.start, self.end - step + 1, step):
+            begin = first + self.rank * self.micro_batch
+            yield list(range(begin, begin + self.micro_batch))
+
+
+def micro_batches(
+    dataset: Dataset,
+    start: int,
+    end: int,
+    micro_batch: int,
+    rank: int,
+    ranks: int,
+    workers: int = 0,
+) -> Iterator[Batch]:
+    """A rank's micro-batches of samples start .. end - 1.
+
+    Args:
+        rank, ranks: data-parallel rank and size.
+        workers: loading processes.
+
+    Yields:
+        tokens, labels [b, s] int64; loss_mask [b, s] fp32; samples [b] int64.
+    """
+    rows = _RankRows(start, end, micro_batch, rank, ranks)
+    loader = DataLoader(
+        _NumberedRows(dataset),
+        batch_sampler=rows,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=workers > 0,
+    )
+    return iter(loader)
