@@ -70,7 +70,7 @@ def drop_threshold(rate: float) -> int:
     Raises:
         ValueError: unless the rate is 0 or gives 1 <= k <= 65535.
     """
-    k = round(STEPS * rate)
+    k = round(STEPS * rate) if 0 <= rate < 1 else STEPS
     if rate != 0 and not 1 <= k < STEPS:
         raise ValueError(f"dropout rate {rate} is not 0 or in [{1 / STEPS}, 1)")
     return k

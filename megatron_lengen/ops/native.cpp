@@ -142,10 +142,14 @@ template <typename T> void statistics(const Call &call) {
             }
             if (!call.mean) continue;
             normalize_row(call, xr, rstd, hat.data(), nullptr);
-            float sum = 0.0f, centred = 0.0f;
+            float sum = 0.0f, rest = 0.0f, centred = 0.0f;
 #pragma omp simd reduction(+ : sum)
             for (int64_t i = 0; i < d; ++i) sum += hat[i];
-            const float mean = sum / float(d);
+            const float rough = sum / float(d);
+            // The rounding of `sum`, so that a constant row has exactly its mean and no variance.
+#pragma omp simd reduction(+ : rest)
+            for (int64_t i = 0; i < d; ++i) rest += hat[i] - rough;
+            const float mean = rough + rest / float(d);
 #pragma omp simd reduction(+ : centred)
             for (int64_t i = 0; i < d; ++i) centred += (hat[i] - mean) * (hat[i] - mean);
             call.mean[row] = mean;

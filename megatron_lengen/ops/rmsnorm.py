@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_lengen.ops import native
 from megatron_lengen.ops.mask import MaskCoordinates, drop_threshold, keep_mask
-from megatron_lengen.ops.variants import Coefficients, get_variant
+from megatron_lengen.ops.variants import row_coefficients
 
 # Partial sums of the gain's gradient; fixed, so that results do not depend on the thread count.
 _GAIN_BLOCKS = 32
@@ -73,12 +74,18 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return (gain * unit.to(x.dtype)).to(x.dtype)
 
 
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of [..., d] over the last dimension; 0 for a constant row."""
+    mean = x.mean(-1)
+    # A sum of d equal numbers is not d times the number; its remainder is.
+    mean = mean + (x - mean[..., None]).mean(-1)
+    return mean, (x - mean[..., None]).square().mean(-1)
+
+
 def dropout_definition(x_hat: Tensor, dropout: Dropout) -> Tensor:
     """z = alpha * b * x_hat + beta of [s, b, d], by PyTorch's autograd (features not sharded)."""
     values = x_hat.float()
-    mean = values.mean(-1)
-    variance = (values - mean[..., None]).square().mean(-1)
-    alpha, beta = get_variant(dropout.variant).coefficients(mean, variance, dropout.exact_rate)
+    alpha, beta = row_coefficients(dropout.variant, *moments(values), dropout.exact_rate)
     alpha = alpha.detach() if dropout.detach_alpha else alpha
     beta = beta.detach() if dropout.detach_beta else beta
     keep = keep_mask(dropout.coordinates, x_hat.shape[-1], dropout.rate)
@@ -108,18 +115,27 @@ def rms_norm_dropout(
 
     Returns:
         [s, b, d], in x's dtype.
+
+    Raises:
+        ValueError: if the dropout's coordinates are not those of s positions and b samples.
     """
-    return _NormDropout.apply(x, gain, eps, _active(dropout))
+    return _NormDropout.apply(x, gain, eps, _active(dropout, x))
 
 
 def affine_dropout(x: Tensor, dropout: Dropout | None) -> Tensor:
     """z = alpha * b * x + beta of [s, b, d]; x itself for None or rate 0."""
-    dropout = _active(dropout)
+    dropout = _active(dropout, x)
     return x if dropout is None else _NormDropout.apply(x, None, None, dropout)
 
 
-def _active(dropout: Dropout | None) -> Dropout | None:
-    return dropout if dropout is not None and dropout.threshold else None
+def _active(dropout: Dropout | None, x: Tensor) -> Dropout | None:
+    if dropout is None or not dropout.threshold:
+        return None
+    where = dropout.coordinates
+    rows = (*where.positions.shape, *where.samples.shape)
+    if x.dim() != 3 or rows != x.shape[:2]:
+        raise ValueError(f"masks for {list(rows)} rows do not fit a tensor of {list(x.shape)}")
+    return dropout
 
 
 class _NormDropout(torch.autograd.Function):
@@ -135,8 +151,7 @@ class _NormDropout(torch.autograd.Function):
         alpha = beta = None
         if dropout is not None:
             mean, variance = _over_shards(mean, variance, dropout.group)
-            coefficients = get_variant(dropout.variant).coefficients
-            alpha, beta = coefficients(mean, variance, dropout.exact_rate)
+            alpha, beta = row_coefficients(dropout.variant, mean, variance, dropout.exact_rate)
         z = kernels.forward(x, gain, rstd, alpha, beta, dropout)
         if dropout is None or (dropout.detach_alpha and dropout.detach_beta):
             mean = variance = None
@@ -145,6 +160,7 @@ class _NormDropout(torch.autograd.Function):
         return z
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, rstd, alpha, mean, variance = ctx.saved_tensors
         dropout, kernels = ctx.dropout, ctx.kernels
@@ -181,10 +197,9 @@ def _through_coefficients(
         dist.all_reduce(both, group=dropout.group)
         # A shard's kernel divides by its own width; the statistics cover all of them.
         grads = (both[0] / ranks, both[1] / ranks)
-    coefficients: Coefficients = get_variant(dropout.variant).coefficients
     with torch.enable_grad():
         mean, variance = mean.detach().requires_grad_(), variance.detach().requires_grad_()
-        alpha, beta = coefficients(mean, variance, dropout.exact_rate)
+        alpha, beta = row_coefficients(dropout.variant, mean, variance, dropout.exact_rate)
         total = torch.zeros((), device=mean.device)
         if not dropout.detach_alpha:
             total = total + (alpha * grads[0]).sum()
@@ -220,9 +235,7 @@ class _TorchKernels:
             rstd = torch.rsqrt(_wide(x).square().mean(-1) + eps)
         if not moments:
             return rstd, None, None
-        hat = self._hat(x, gain, rstd)[0]
-        mean = hat.mean(-1)
-        return rstd, mean, (hat - mean[..., None]).square().mean(-1)
+        return rstd, *moments(self._hat(x, gain, rstd)[0])
 
     def forward(self, x, gain, rstd, alpha, beta, dropout: Dropout | None) -> Tensor:
         """z (or x_hat) in x's dtype."""

@@ -44,9 +44,10 @@ def register_variant(
         names: the first is the variant's name, the others are aliases.
         placement: where the variant acts.
 
-    The function gets mean and variance as fp32 [rows] (the statistics of the tensor that is
-    masked) and the exact rate, and returns alpha and beta, both [rows]. It must be differentiable
-    where --dropout-no-detach-alpha or --dropout-no-detach-beta are to be used with it.
+    The function gets mean and variance as fp32 [s, b] (the statistics of the tensor that is
+    masked) and the exact rate, and returns alpha and beta, each [s, b] or one number for all rows.
+    It must be differentiable where --dropout-no-detach-alpha or --dropout-no-detach-beta are to be
+    used with it.
 
     Raises:
         ValueError: if a name is taken.
@@ -56,7 +57,7 @@ def register_variant(
         for name in names:
             if name in _REGISTRY or name == "none":
                 raise ValueError(f"dropout variant {name!r} is registered already")
-            _REGISTRY[name] = Variant(names[0], function, placement)
+        _REGISTRY.update(dict.fromkeys(names, Variant(names[0], function, placement)))
         return function
 
     return register
@@ -70,6 +71,34 @@ def variant_names() -> tuple[str, ...]:
 def get_variant(name: str) -> Variant:
     """The variant registered as `name`; KeyError if there is none."""
     return _REGISTRY[name]
+
+
+def row_coefficients(
+    name: str, mean: Tensor, variance: Tensor, rate: float
+) -> tuple[Tensor, Tensor]:
+    """alpha and beta of every row under the variant `name`, whatever form it returned them in.
+
+    Args:
+        mean, variance: [s, b] statistics of the tensor that is masked, over its features.
+        rate: the exact rate.
+
+    Returns:
+        alpha and beta, [s, b] each, contiguous, in mean's dtype.
+
+    Raises:
+        ValueError: if the variant's coefficients do not fit the rows.
+    """
+    found = get_variant(name).coefficients(mean, variance, rate)
+    try:
+        alpha, beta = (
+            torch.as_tensor(c, dtype=mean.dtype, device=mean.device).expand_as(mean).contiguous()
+            for c in found
+        )
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"dropout variant {name!r} must return alpha and beta, one number or {list(mean.shape)}"
+        ) from error
+    return alpha, beta
 
 
 def _inverted(mean: Tensor, variance: Tensor, rate: float) -> tuple[Tensor, Tensor]:
@@ -93,8 +122,7 @@ def vpad(mean: Tensor, variance: Tensor, rate: float) -> tuple[Tensor, Tensor]:
     """
     constant = variance <= 0
     safe = torch.where(constant, torch.ones_like(variance), variance)
-    # Dividing by the variance first keeps the square root's argument near 1, so that tiny rows
-    # neither underflow nor overflow.
-    ratio = 1.0 + rate * mean * (mean / safe)
+    # mean / sigma first: its square and all derivatives then stay finite for rows of any size.
+    ratio = 1.0 + rate * (mean / safe.sqrt()).square()
     alpha = torch.where(constant, torch.zeros_like(safe), ((1.0 - rate) * ratio).rsqrt())
     return alpha, mean * (1.0 - alpha * (1.0 - rate))
