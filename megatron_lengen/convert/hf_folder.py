@@ -174,7 +174,8 @@ def parse_size(text: str) -> int:
         BadInput: for anything else.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip().upper())
-    require(match is not None, f"--max-shard-size: found {text}; allowed: as in 5GB or 200MB")
+    if match is None:
+        raise BadInput(f"--max-shard-size: found {text}; allowed: as in 5GB or 200MB")
     factor = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
     size = int(float(match[1]) * factor)
     require(size >= 1, f"--max-shard-size: found {text}; allowed: above 0")

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lengen.config import LengenConfig, config_from_architecture
@@ -83,8 +87,9 @@ class Checkpoint:
         tensor = torch.empty_like(self.meta(key), device="cpu")
         reader = _ReaderWithMetadata(self.folder, self.metadata)
         try:
-            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
-        except Exception as error:
+            with single_process():
+                dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        except (Exception, CheckpointException) as error:
             files = ", ".join(sorted(self._files_of(key)))
             raise BadInput(f"{self.folder}: {files}: {key} cannot be read, damaged") from error
         return tensor
@@ -103,6 +108,14 @@ class _ReaderWithMetadata(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+
+@contextmanager
+def single_process() -> Iterator[None]:
+    """Work of torch.distributed.checkpoint without its warning that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+        yield
 
 
 def find_iteration(load: str | Path, iteration: int | str | None = None) -> Path:

@@ -105,6 +105,10 @@ class SmolLM3(Family):
             "use_sliding_window": windows,
             "sliding_window": config.window_size[0] + 1 if windows else None,
             "layer_types": [SLIDING if kind.windowed else FULL for kind in kinds],
+            # The class's own ids lie outside of most vocabularies.
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
         }
         if config.kv_channels * config.num_attention_heads != config.hidden_size:
             hf["head_dim"] = config.kv_channels

@@ -109,8 +109,7 @@ def load_checkpoint_as_hf(
         BadInput: if it cannot be read or no Hugging Face family represents it.
     """
     source = _Source(open_checkpoint(path, iteration), dtype, None, None)
-    hf = {**source.hf_config, **dict.fromkeys(ID_KEYS)}
-    model, loading = load_state_dict_as_hf(hf, dict(source.their_tensors()))
+    model, loading = load_state_dict_as_hf(source.hf_config, dict(source.their_tensors()))
     lost = sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"])
     require(not lost, f"{source.checkpoint.folder}: not matched: {', '.join(lost[:5])}")
     return model.eval()

@@ -7,7 +7,8 @@ after the other so that memory holds one of them.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +97,13 @@ def verify_models(
     expected = [_their_logits(theirs, tokens.to(device)) for tokens in batches]
     del theirs
     gc.collect()
-    ours = _our_model(config, tensors, max(lengths))
-    differences, scales = [], []
-    for tokens, reference in zip(batches, expected, strict=True):
-        logits = ours(tokens.to(device))[:, kept_positions(tokens.shape[1])].float().cpu()
-        differences.append(float((logits - reference).abs().max()))
-        scales.append(float(reference.abs().max()))
-    result = Verified(tuple(lengths), tuple(differences), tuple(scales))
+    with _own_process_group():
+        ours = _our_model(config, tensors, max(lengths))
+        found = [_our_logits(ours, tokens.to(device)) for tokens in batches]
+    pairs = list(zip(found, expected, strict=True))
+    differences = tuple(float((logits - reference).abs().max()) for logits, reference in pairs)
+    scales = tuple(float(reference.abs().max()) for reference in expected)
+    result = Verified(tuple(lengths), differences, scales)
     if not result.worst <= TOLERANCE:
         raise VerificationError(f"verification failed: {result}")
     return result
@@ -131,6 +132,24 @@ def _our_model(config: LengenConfig, tensors: Callable[[str], Tensor], longest: 
         max_position_embeddings=max(config.max_position_embeddings, longest),
     )
     return build_for_inference(single, lambda key: tensors(key).float())
+
+
+@contextmanager
+def _own_process_group() -> Iterator[None]:
+    """Leave no process group behind where there was none: our model starts one."""
+    from megatron_lengen.runtime import distributed
+
+    had_one = torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if not had_one:
+            distributed.stop()
+
+
+def _our_logits(model: Any, tokens: Tensor) -> Tensor:
+    """[1, s] -> fp32 logits [1, kept positions, V] on the CPU."""
+    return model(tokens)[:, kept_positions(tokens.shape[1])].float().cpu()
 
 
 @torch.inference_mode()

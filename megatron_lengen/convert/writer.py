@@ -18,10 +18,18 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.convert.reader import FORMAT, INFO, RELEASE, TOKENIZER, TRACKER
+from megatron_lengen.convert.reader import (
+    FORMAT,
+    INFO,
+    RELEASE,
+    TOKENIZER,
+    TRACKER,
+    single_process,
+)
 from megatron_lengen.convert.staging import staged_folder, write_text_atomically
 from megatron_lengen.errors import require
 
@@ -46,20 +54,33 @@ def write_tensors(
         folder: an existing, empty folder.
         metas: key -> tensor on the meta device giving shape and dtype.
         fetch: key -> the full tensor on the CPU, of that shape and dtype.
+
+    Raises:
+        Whatever `fetch` raises.
     """
+    raised: list[Exception] = []
 
     def checked(key: str) -> Tensor:
-        tensor, meta = fetch(key), metas[key]
-        if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
-            raise ValueError(f"{key}: {tensor.shape} {tensor.dtype}, planned {meta}")
+        try:
+            tensor = fetch(key)
+        except Exception as error:
+            raised.append(error)
+            raise
+        if tensor.shape != metas[key].shape or tensor.dtype != metas[key].dtype:
+            raise ValueError(f"{key}: {tensor.shape} {tensor.dtype}, planned {metas[key]}")
         return tensor.contiguous()
 
-    dcp.save(
-        dict(metas),
-        storage_writer=FileSystemWriter(folder),
-        planner=_OneAtATime(checked),
-        no_dist=True,
-    )
+    try:
+        with single_process():
+            dcp.save(
+                dict(metas),
+                storage_writer=FileSystemWriter(folder),
+                planner=_OneAtATime(checked),
+                no_dist=True,
+            )
+    except CheckpointException as error:
+        # Not an Exception to Python, and it hides what went wrong in text.
+        raise (raised[0] if raised else RuntimeError(str(error))) from error
     torch.save({"iteration": 0, "checkpoint_version": 3.0}, folder / "common.pt")
     save_config(CheckpointingConfig("torch_dist", 1, "torch", 1), str(folder))
 
