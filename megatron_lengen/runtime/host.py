@@ -94,26 +94,26 @@ def _answer_tensor_methods() -> None:
     torch.Tensor.type = cuda_type  # type: ignore[method-assign, assignment]
 
 
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def create(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        if device is not None:
+            kwargs["device"] = _CPU if str(device).startswith("cuda") else device
+        return factory(*args, **kwargs)
+
+    return create
+
+
 class _CpuTorch:
     """`torch` as a Megatron module sees it: factories asked for "cuda" give CPU tensors."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    @staticmethod
-    def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def create(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-            if device is not None:
-                kwargs["device"] = _CPU if str(device).startswith("cuda") else device
-            return factory(*args, **kwargs)
-
-        return create
-
-    tensor = _on_cpu(torch.tensor)
-    zeros = _on_cpu(torch.zeros)
-    ones = _on_cpu(torch.ones)
-    empty = _on_cpu(torch.empty)
-    empty_like = _on_cpu(torch.empty_like)
+    tensor = staticmethod(_on_cpu(torch.tensor))
+    zeros = staticmethod(_on_cpu(torch.zeros))
+    ones = staticmethod(_on_cpu(torch.ones))
+    empty = staticmethod(_on_cpu(torch.empty))
+    empty_like = staticmethod(_on_cpu(torch.empty_like))
 
 
 class _CpuTorchOfTheTracker(_CpuTorch):

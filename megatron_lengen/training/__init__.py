@@ -1,0 +1,1 @@
+"""Training: arguments, optimizer and schedule, step, loop, checkpoints, metrics."""

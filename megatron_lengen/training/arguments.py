@@ -1,0 +1,211 @@
+"""From the command line to checked settings: everything that can be wrong is found here.
+
+Nothing is built, no process group is joined and no file is written before `parse_settings` has
+returned, so a bad combination costs seconds and one line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron_lengen.compat import versions
+from megatron_lengen.config import ARCHITECTURE_FIELDS, LengenConfig
+from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lengen.errors import BadInput, is_first_rank, require
+from megatron_lengen.runtime import distributed
+from megatron_lengen import checkpoint_folder
+from megatron_lengen.training import flags
+from megatron_lengen.training.settings import TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Settings:
+    """A run, fully resolved."""
+
+    model: LengenConfig
+    optimizer: OptimizerConfig
+    ddp: DistributedDataParallelConfig
+    training: TrainingSettings
+    tokenizer: Tokenizer
+    data_parallel_size: int
+    load_from: checkpoint_folder.Found | None
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step on each data-parallel rank."""
+        assert self.training.global_batch_size is not None
+        step = self.training.micro_batch_size * self.data_parallel_size
+        return self.training.global_batch_size // step
+
+    def as_json(self) -> dict[str, Any]:
+        """Every setting as JSON values, by flag group."""
+        return {
+            "model": flags.plain_values(self.model),
+            "optimizer": flags.plain_values(self.optimizer),
+            "data_parallelism": flags.plain_values(self.ddp),
+            "training": flags.plain_values(self.training),
+        }
+
+
+def parse_settings(argv: Sequence[str] | None, description: str) -> Settings:
+    """Parse and check a command line.
+
+    Raises:
+        BadInput: naming the flag or file, what was found and what is allowed.
+    """
+    given = vars(flags.build_parser(description).parse_args(argv))
+    training = TrainingSettings(**flags.dataclass_values(TrainingSettings, given))
+    found = _find_checkpoint(training)
+    given = _with_architecture(given, found)
+    tokenizer = _tokenizer(training, given)
+    model = _model(given, tokenizer)
+    optimizer = _optimizer(given, model)
+    data_parallel_size = distributed.check_layout(model, distributed.world_size())
+    training.check(data_parallel_size, optimizer.lr, optimizer.min_lr)
+    _check_data_files(training, tokenizer)
+    return Settings(
+        model=model,
+        optimizer=optimizer,
+        ddp=_data_parallelism(given),
+        training=training,
+        tokenizer=tokenizer,
+        data_parallel_size=data_parallel_size,
+        load_from=found,
+    )
+
+
+def print_settings(settings: Settings) -> None:
+    """The resolved configuration as JSON, on rank 0."""
+    if is_first_rank():
+        print(json.dumps({**settings.as_json(), "versions": versions()}, indent=2, sort_keys=True))
+
+
+def _find_checkpoint(training: TrainingSettings) -> checkpoint_folder.Found | None:
+    if training.load is None:
+        return None
+    found = checkpoint_folder.find(training.load, training.ckpt_step)
+    if found is None and not training.saves_here:
+        raise BadInput(
+            f"--load: found no checkpoint in {training.load}; allowed: a folder with "
+            f"{checkpoint_folder.TRACKER}, or the --save folder before its first save"
+        )
+    return found
+
+
+def _with_architecture(
+    given: dict[str, Any], found: checkpoint_folder.Found | None
+) -> dict[str, Any]:
+    """The architecture comes from the checkpoint; flags given explicitly win, with one line."""
+    if found is None:
+        return given
+    stored = found.description.get("model", {})
+    architecture = {name: stored[name] for name in ARCHITECTURE_FIELDS if name in stored}
+    if "window_size" in given:
+        architecture.pop("sliding_window", None)
+    changed = [
+        f"{flags.flag_of(name)} {given[name]} (checkpoint: {value})"
+        for name, value in architecture.items()
+        if name in given and given[name] != value
+    ]
+    if changed and is_first_rank():
+        logger.warning("given flags replace the checkpoint's settings: %s", "; ".join(changed))
+    return {**architecture, **given}
+
+
+def _tokenizer(training: TrainingSettings, given: dict[str, Any]) -> Tokenizer:
+    name, kind = training.tokenizer_model, training.tokenizer_type
+    require(
+        bool(name or kind),
+        "--tokenizer-model: not given; allowed: a folder, hub id or .model file, or "
+        "--tokenizer-type NullTokenizer --vocab-size N",
+    )
+    return build_tokenizer(name or kind, kind=kind, vocab_size=given.get("vocab_size"))
+
+
+def _model(given: dict[str, Any], tokenizer: Tokenizer) -> LengenConfig:
+    values = flags.dataclass_values(LengenConfig, given)
+    vocabulary = values.setdefault("vocab_size", tokenizer.vocab_size)
+    require(
+        vocabulary >= tokenizer.vocab_size,
+        f"--vocab-size: found {vocabulary}; allowed: the tokenizer's {tokenizer.vocab_size} "
+        "or more",
+    )
+    dtype = torch.bfloat16 if values.get("bf16") else torch.float32
+    values.update(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        activation_func=F.silu if values.get("gated_linear_unit") else F.gelu,
+        # Sum of losses over sum of tokens, however rows are split into micro-batches and ranks.
+        calculate_per_token_loss=True,
+        # Weights are drawn by name after the build (models.weights).
+        perform_initialization=False,
+    )
+    _recomputation(values)
+    return LengenConfig(**values)
+
+
+def _recomputation(values: dict[str, Any]) -> None:
+    granularity = values.get("recompute_granularity")
+    if granularity is None:
+        for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
+            require(name not in values, f"{flags.flag_of(name)}: needs --recompute-granularity")
+    elif granularity == "full":
+        values.setdefault("recompute_method", "uniform")
+        values.setdefault("recompute_num_layers", 1)
+
+
+def _optimizer(given: dict[str, Any], model: LengenConfig) -> OptimizerConfig:
+    values = flags.dataclass_values(OptimizerConfig, given)
+    values.update(optimizer="adam", bf16=model.bf16, params_dtype=model.params_dtype)
+    values.setdefault("min_lr", 0.0)
+    for name, low, high in (
+        ("weight_decay", 0.0, None),
+        ("clip_grad", 0.0, None),
+        ("adam_beta1", 0.0, 1.0),
+        ("adam_beta2", 0.0, 1.0),
+        ("adam_eps", 0.0, None),
+    ):
+        value = values.get(name)
+        if value is not None and (value < low or (high is not None and value >= high)):
+            limit = f"{low:g} or more" if high is None else f"{low:g} to below {high:g}"
+            raise BadInput(f"{flags.flag_of(name)}: found {value}; allowed: {limit}")
+    require(
+        not values.get("overlap_param_gather") or bool(values.get("use_distributed_optimizer")),
+        "--overlap-param-gather: needs --use-distributed-optimizer",
+    )
+    return OptimizerConfig(**values)
+
+
+def _data_parallelism(given: dict[str, Any]) -> DistributedDataParallelConfig:
+    values = flags.dataclass_values(DistributedDataParallelConfig, given)
+    # Gradients of bf16 weights add up in fp32, as Megatron-LM does for bf16.
+    if given.get("bf16"):
+        values["grad_reduce_in_fp32"] = True
+    return DistributedDataParallelConfig(**values)
+
+
+def _check_data_files(training: TrainingSettings, tokenizer: Tokenizer) -> None:
+    # Imported here: opening datasets pulls in more of Megatron than most bad flags need.
+    from megatron_lengen.data.datasets import blend_of
+    from megatron_lengen.data.indexed import check_dataset
+
+    for paths in (training.data_path, training.train_data_path, training.valid_data_path):
+        for prefix in blend_of(paths)[0] if paths else ():
+            check_dataset(prefix)
+    for flag, path in (("--metrics-jsonl", training.metrics_jsonl), ("--save", training.save)):
+        if path is not None and flag == "--metrics-jsonl" and Path(path).is_dir():
+            raise BadInput(f"{flag}: found the folder {path}; allowed: a file")
+        if path is not None and flag == "--save" and Path(path).is_file():
+            raise BadInput(f"{flag}: found the file {path}; allowed: a folder")

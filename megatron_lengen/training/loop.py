@@ -1,0 +1,226 @@
+"""The training loop: build, resume, step, validate, save, leave."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+
+from megatron_lengen.config import LengenConfig
+from megatron_lengen.data.datasets import build_datasets, micro_batches
+from megatron_lengen.errors import is_first_rank
+from megatron_lengen.runtime import distributed, host
+from megatron_lengen.training import checkpoint
+from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.checkpoint import Progress
+from megatron_lengen.training.metrics import Reporter
+from megatron_lengen.training.optimizer import build_optimizer, build_scheduler
+from megatron_lengen.training.step import Data, Stepper
+
+ModelProvider = Callable[[LengenConfig], list[nn.Module]]
+
+
+def train(settings: Settings, model_provider: ModelProvider) -> None:
+    """Run training from settings to the last checkpoint.
+
+    Args:
+        settings: what `arguments.parse_settings` resolved.
+        model_provider: builds this rank's model chunks with their initial weights.
+    """
+    distributed.start(settings.model, settings.training.distributed_timeout_minutes)
+    try:
+        Trainer(settings, model_provider).run()
+    finally:
+        distributed.stop()
+
+
+class Trainer:
+    """One run on this rank."""
+
+    def __init__(self, settings: Settings, model_provider: ModelProvider) -> None:
+        self.settings = settings
+        self.chunks = _wrap(model_provider(settings.model), settings)
+        self.optimizer: MegatronOptimizer = build_optimizer(settings, self.chunks)
+        self.scheduler: OptimizerParamScheduler = build_scheduler(settings, self.optimizer)
+        _connect(settings.model, self.chunks, self.optimizer)
+        self.progress = checkpoint.load(settings, self.chunks, self.optimizer, self.scheduler)
+        self.stepper = Stepper(settings, self.chunks)
+        self.train_set, self.valid_set = self._datasets()
+        self.saved_at = self.progress.iteration if settings.training.saves_here else -1
+
+    def run(self) -> None:
+        """Train until --train-iters, a signal, or an exit condition."""
+        training, progress = self.settings.training, self.progress
+        batch = training.global_batch_size
+        assert batch is not None
+        self._announce()
+        reporter = Reporter(self.settings, dist.get_world_size())
+        leaving = _Leaving(training.exit_interval, training.exit_duration_in_mins)
+        data = self._train_data()
+        while progress.iteration < training.train_iters:
+            result = self.stepper.train(
+                data, progress.consumed_samples, self.optimizer, self.scheduler
+            )
+            progress.iteration += 1
+            progress.consumed_samples += batch
+            reporter.step(progress.iteration, progress.consumed_samples, result)
+            last = progress.iteration == training.train_iters
+            if self.valid_set is not None and (
+                last or (training.eval_interval and progress.iteration % training.eval_interval == 0)
+            ):
+                loss = self.stepper.evaluate(self._valid_data(), training.eval_iters)
+                reporter.validation(progress.iteration, progress.consumed_samples, loss)
+                reporter.restart_clock()
+            stop = leaving.now(progress.iteration)
+            if training.save_interval and progress.iteration % training.save_interval == 0:
+                self._save()
+                reporter.restart_clock()
+            if stop:
+                break
+        self._save()
+        reporter.close()
+
+    def _save(self) -> None:
+        if self.settings.training.save and self.saved_at != self.progress.iteration:
+            folder = checkpoint.save(
+                self.settings, self.chunks, self.optimizer, self.scheduler, self.progress
+            )
+            self.saved_at = self.progress.iteration
+            if is_first_rank():
+                print(f"saved {folder}", flush=True)
+
+    # ---- data --------------------------------------------------------------------------------
+
+    def _datasets(self):  # type: ignore[no-untyped-def]
+        training = self.settings.training
+        batch = training.global_batch_size or 0
+        train_set, valid_set = build_datasets(
+            tokenizer=self.settings.tokenizer,
+            seq_length=self.settings.model.seq_length,
+            seed=self.settings.model.seed,
+            samples=(training.train_iters * batch, training.eval_iters * batch),
+            data_path=training.data_path,
+            train_data_path=training.train_data_path,
+            valid_data_path=training.valid_data_path,
+            split=training.split,
+            cache_path=training.data_cache_path,
+            eod_mask_loss=training.eod_mask_loss,
+        )
+        return train_set, valid_set if training.eval_iters else None
+
+    def _train_data(self) -> Data:
+        training = self.settings.training
+        end = training.train_iters * (training.global_batch_size or 0)
+        return self._per_chunk(self.train_set, self.progress.consumed_samples, end)
+
+    def _valid_data(self) -> Data:
+        training = self.settings.training
+        end = training.eval_iters * (training.global_batch_size or 0)
+        return self._per_chunk(self.valid_set, 0, end)
+
+    def _per_chunk(self, dataset, start: int, end: int) -> Data:  # type: ignore[no-untyped-def]
+        """One iterator for each chunk that embeds tokens or computes the loss."""
+        iterators = [
+            micro_batches(
+                dataset,
+                start,
+                end,
+                self.settings.training.micro_batch_size,
+                parallel_state.get_data_parallel_rank(),
+                parallel_state.get_data_parallel_world_size(),
+                self.settings.training.num_workers,
+            )
+            if inner.pre_process or inner.post_process
+            else None
+            for inner in (_innermost(chunk) for chunk in self.chunks)
+        ]
+        return iterators if len(iterators) > 1 else iterators[0]  # type: ignore[return-value]
+
+    def _announce(self) -> None:
+        if not is_first_rank():
+            return
+        config, training = self.settings.model, self.settings.training
+        found = self.settings.load_from
+        origin = f"loaded {found.folder}" if found else "initial weights"
+        dropout = "no dropout"
+        if config.dropout_on:
+            dropout = f"{config.dropout_variant} dropout p = {config.exact_dropout_rate:.4g}"
+        print(
+            f"{dist.get_world_size()} processes (TP {config.tensor_model_parallel_size}, PP "
+            f"{config.pipeline_model_parallel_size}, DP {self.settings.data_parallel_size}) on "
+            f"{host.device().type}, {config.transformer_impl} layers, "
+            f"{'bf16' if config.bf16 else 'fp32'}, {dropout}; {origin}; iteration "
+            f"{self.progress.iteration} of {training.train_iters}, batches of "
+            f"{training.global_batch_size} x {config.seq_length} tokens",
+            flush=True,
+        )
+
+
+def _wrap(chunks: list[nn.Module], settings: Settings) -> list[nn.Module]:
+    """Move to the device, to 16 bits where asked, and under data parallelism."""
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        chunk = chunk.to(host.device())
+        if settings.model.bf16:
+            chunk = Float16Module(settings.model, chunk)
+        wrapped.append(
+            DistributedDataParallel(
+                settings.model, settings.ddp, chunk, disable_bucketing=index > 0
+            )
+        )
+    for chunk in wrapped:
+        chunk.broadcast_params()
+        chunk.train()
+    return wrapped
+
+
+def _connect(config: LengenConfig, chunks: list[nn.Module], optimizer: MegatronOptimizer) -> None:
+    """The callbacks through which Megatron's schedules reach data parallelism and optimizer."""
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    single = len(chunks) == 1
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync[0] if single else no_sync
+    if chunks[0].ddp_config.overlap_param_gather:
+        sync = [chunk.start_param_sync for chunk in chunks]
+        config.param_sync_func = sync[0] if single else sync
+
+
+def _innermost(chunk: nn.Module) -> nn.Module:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+class _Leaving:
+    """Reasons to save and leave early; every rank decides the same."""
+
+    def __init__(self, interval: int | None, minutes: float | None) -> None:
+        self._interval, self._minutes = interval, minutes
+        self._start = time.monotonic()
+        self._signal = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    def now(self, iteration: int) -> bool:
+        """Whether to leave after this iteration."""
+        overtime = (
+            self._minutes is not None and time.monotonic() - self._start > 60 * self._minutes
+        )
+        flag = torch.tensor(float(overtime or self._signal != 0), device=host.device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag) or bool(self._interval and iteration % self._interval == 0)

@@ -1,0 +1,137 @@
+"""Megatron-Core's optimizer and schedule, set up for this package.
+
+Weight decay touches no norm gain and no bias. Embeddings decay, as in Megatron and the Hugging
+Face Trainer; `--no-decay-embeddings` exempts them (as SmolLM3's own pre-training did) and
+`--decay-all` decays everything (as torchtitan does).
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from megatron.core.optimizer import (
+    DistributedOptimizer,
+    MegatronOptimizer,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from torch import Tensor, nn
+
+from megatron_lengen.errors import BadInput
+from megatron_lengen.training.arguments import Settings
+
+EMBEDDING_TABLES = ("*embedding.word_embeddings.weight", "*output_layer.weight")
+
+
+def build_optimizer(settings: Settings, chunks: list[nn.Module]) -> MegatronOptimizer:
+    """AdamW with the run's weight-decay rule."""
+    training = settings.training
+    overrides = get_standard_config_overrides(settings.optimizer)
+    if training.decay_all:
+        overrides = {}
+    elif not training.decay_embeddings:
+        overrides[ParamKey(name=EMBEDDING_TABLES)] = ParamGroupOverride(wd_mult=0.0)
+    optimizer = get_megatron_optimizer(settings.optimizer, chunks, config_overrides=overrides)
+    for inner in _members(optimizer):
+        if _is_torch_adam(inner):
+            for group in inner.param_groups:
+                group["fused"] = True  # one pass over each tensor; the default loops over dozens
+            if isinstance(inner, DistributedOptimizer):
+                inner._set_main_param_and_optimizer_states = types.MethodType(  # type: ignore[method-assign]
+                    _set_states_without_step, inner
+                )
+    return optimizer
+
+
+def build_scheduler(settings: Settings, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The learning-rate schedule, counted in samples as Megatron does."""
+    training, config = settings.training, settings.optimizer
+    batch = training.global_batch_size
+    assert batch is not None and config.lr is not None
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=training.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr or 0.0,
+        lr_warmup_steps=round(training.warmup_iters * batch),
+        lr_decay_steps=training.decay_iters * batch,
+        lr_decay_style=training.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=training.train_iters * batch,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=training.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=training.override_opt_param_scheduler,
+        wsd_decay_steps=(training.lr_wsd_decay_iters or 0) * batch,
+        lr_wsd_decay_style=training.lr_wsd_decay_style,
+    )
+
+
+def load_scheduler(
+    scheduler: OptimizerParamScheduler, state: dict[str, Any], settings: Settings
+) -> None:
+    """Continue a schedule.
+
+    The optimizer's parameter groups carry rates of their own, which a checkpoint restores; they
+    are set to what the flags ask for, so that an override really overrides.
+
+    Raises:
+        BadInput: where flags and checkpoint differ and neither was asked to win.
+    """
+    try:
+        scheduler.load_state_dict(state)
+    except AssertionError as error:
+        raise BadInput(
+            f"schedule: {' '.join(str(error).split())}; allowed: the checkpoint's values, or "
+            "--override-opt-param-scheduler, or --use-checkpoint-opt-param-scheduler"
+        ) from error
+    for group in scheduler.optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
+    scheduler.step(0)
+
+
+# ---- resuming with PyTorch's AdamW ---------------------------------------------------------------
+# Megatron-Core's distributed optimizer expects Transformer Engine's or apex's Adam when it loads a
+# checkpoint. PyTorch's keeps a step counter of its own for every parameter, which needs three
+# repairs: states that exist before they are asked for, a loader that leaves the counter alone, and
+# counters that are not one shared tensor (which would count as many steps as there are parameters).
+
+
+def prepare_for_loading(optimizer: MegatronOptimizer) -> None:
+    """Make the states that a distributed optimizer's checkpoint is loaded into."""
+    for inner in _members(optimizer):
+        if isinstance(inner, DistributedOptimizer) and _is_torch_adam(inner):
+            inner._init_optimizer_states_with_dummy_values()
+
+
+def finish_loading(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter a step counter of its own."""
+    for inner in _members(optimizer):
+        if _is_torch_adam(inner):
+            for state in inner.optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].detach().clone()
+
+
+@torch.no_grad()
+def _set_states_without_step(
+    self: DistributedOptimizer, model_param: nn.Parameter, tensors: dict[str, Tensor]
+) -> None:
+    """Load master weights and moments of one parameter; the counter comes from the groups."""
+    group, order = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group]["params"][order]
+    for key, destination in {"param": main, **self.optimizer.state[main]}.items():
+        if key != "step":
+            destination.copy_(tensors[key])
+
+
+def _members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _is_torch_adam(optimizer: MegatronOptimizer) -> bool:
+    return isinstance(optimizer.optimizer, torch.optim.Adam)  # AdamW is one too

@@ -1,0 +1,280 @@
+"""What a run does, besides the model, the optimizer and data parallelism."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lengen.errors import BadInput, require
+
+Style = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+DecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+
+
+@dataclass
+class TrainingSettings:
+    """Batches, schedule, data, checkpoints and reports of a run."""
+
+    train_iters: int = 0
+    """Iterations to train."""
+
+    micro_batch_size: int = 1
+    """Rows that one process computes at a time."""
+
+    global_batch_size: int | None = None
+    """Rows of a step over the whole run (default: one micro-batch for each data-parallel rank)."""
+
+    lr_decay_style: Style = "linear"
+    """Shape of the learning rate after warm-up; WSD is warm-up, stable, decay."""
+
+    lr_decay_iters: int | None = None
+    """Iterations until the rate reaches --min-lr (default: --train-iters)."""
+
+    lr_warmup_iters: int | None = None
+    """Iterations of linear warm-up."""
+
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of --lr-decay-iters instead."""
+
+    lr_warmup_init: float = 0.0
+    """Rate at the first step of warm-up."""
+
+    lr_wsd_decay_style: DecayStyle = "exponential"
+    """Shape of WSD's annealing."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of WSD's annealing, at the end of --lr-decay-iters."""
+
+    override_opt_param_scheduler: bool = False
+    """On resuming, take the schedule from the command line instead of the checkpoint."""
+
+    use_checkpoint_opt_param_scheduler: bool = False
+    """On resuming, take the schedule from the checkpoint even where flags differ."""
+
+    decay_embeddings: bool = True
+    """Apply weight decay to the embedding and the output layer."""
+
+    decay_all: bool = False
+    """Apply weight decay to every parameter, norms and biases too (as torchtitan does)."""
+
+    data_path: list[str] | None = None
+    """Prefixes of indexed datasets, or WEIGHT PREFIX pairs; divided by --split."""
+
+    train_data_path: list[str] | None = None
+    """Prefixes for training alone, instead of --data-path and --split."""
+
+    valid_data_path: list[str] | None = None
+    """Prefixes for validation alone."""
+
+    split: str = "99,1,0"
+    """Shares of --data-path for training, validation and test."""
+
+    data_cache_path: str | None = None
+    """Folder for the datasets' indices; processes of all nodes must see it (default: beside
+    each dataset)."""
+
+    mock_data: bool = False
+    """Generated token sequences instead of data."""
+
+    num_workers: int = 2
+    """Processes that load data."""
+
+    eod_mask_loss: bool = False
+    """Do not score the token that follows an end of document."""
+
+    tokenizer_model: str | None = None
+    """Tokenizer: a folder or hub id (Hugging Face), a .model file (SentencePiece), `byte`."""
+
+    tokenizer_type: str | None = None
+    """Kind of tokenizer: HuggingFaceTokenizer, SentencePieceTokenizer, ByteLevelTokenizer,
+    NullTokenizer (with --vocab-size)."""
+
+    eval_interval: int = 1000
+    """Iterations between validations; 0 for none."""
+
+    eval_iters: int = 100
+    """Validation steps, each of a global batch; 0 for none."""
+
+    log_interval: int = 1
+    """Iterations between lines on the console."""
+
+    save: str | None = None
+    """Folder to save checkpoints in."""
+
+    load: str | None = None
+    """Folder to load a checkpoint from; the same as --save starts fresh while that is empty."""
+
+    ckpt_step: int | None = None
+    """Iteration to load instead of the newest."""
+
+    save_interval: int | None = None
+    """Iterations between checkpoints (the last one is always saved)."""
+
+    no_save_optim: bool = False
+    """Leave the optimizer's state out of checkpoints."""
+
+    no_load_optim: bool = False
+    """Load weights and position, but start the optimizer anew."""
+
+    finetune: bool = False
+    """Load weights only and start at iteration 0, as from a converted model."""
+
+    exit_interval: int | None = None
+    """Save and leave when the iteration is a multiple of this."""
+
+    exit_duration_in_mins: float | None = None
+    """Save and leave after so many minutes."""
+
+    metrics_jsonl: str | None = None
+    """File for one JSON object an iteration."""
+
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project; naming one turns it on."""
+
+    wandb_exp_name: str | None = None
+    """Weights & Biases run name."""
+
+    wandb_save_dir: str | None = None
+    """Folder for Weights & Biases' files."""
+
+    distributed_timeout_minutes: float = 10.0
+    """Minutes that a process waits for the others."""
+
+    dry_run: bool = False
+    """Check everything, print the resolved configuration and leave."""
+
+    # ---- derived -----------------------------------------------------------------------------
+
+    @property
+    def decay_iters(self) -> int:
+        """Length of the schedule in iterations."""
+        return self.lr_decay_iters or self.train_iters
+
+    @property
+    def warmup_iters(self) -> float:
+        """Length of the warm-up in iterations."""
+        if self.lr_warmup_fraction is not None:
+            return self.lr_warmup_fraction * self.decay_iters
+        return self.lr_warmup_iters or 0
+
+    @property
+    def saves_here(self) -> bool:
+        """Whether --load continues the run that --save writes."""
+        return (
+            self.load is not None
+            and self.save is not None
+            and os.path.realpath(self.load) == os.path.realpath(self.save)
+        )
+
+    # ---- checks ------------------------------------------------------------------------------
+
+    def check(self, data_parallel_size: int, lr: float | None, min_lr: float | None) -> None:
+        """Raise BadInput for settings that cannot work together."""
+        _at_least(1, "--train-iters", self.train_iters)
+        _at_least(1, "--micro-batch-size", self.micro_batch_size)
+        if self.global_batch_size is None:
+            self.global_batch_size = self.micro_batch_size * data_parallel_size
+        step = self.micro_batch_size * data_parallel_size
+        require(
+            self.global_batch_size >= 1 and self.global_batch_size % step == 0,
+            f"--global-batch-size: found {self.global_batch_size}; allowed: multiples of "
+            f"--micro-batch-size {self.micro_batch_size} x {data_parallel_size} data-parallel "
+            f"ranks ({step})",
+        )
+        for flag, number in (
+            ("--eval-interval", self.eval_interval),
+            ("--eval-iters", self.eval_iters),
+            ("--num-workers", self.num_workers),
+        ):
+            _at_least(0, flag, number)
+        _at_least(1, "--log-interval", self.log_interval)
+        for flag, given in (
+            ("--save-interval", self.save_interval),
+            ("--exit-interval", self.exit_interval),
+            ("--lr-decay-iters", self.lr_decay_iters),
+        ):
+            if given is not None:
+                _at_least(1, flag, given)
+        self._check_schedule(lr, min_lr)
+        self._check_data()
+        require(
+            self.save_interval is None or self.save is not None, "--save-interval: needs --save"
+        )
+
+    def _check_schedule(self, lr: float | None, min_lr: float | None) -> None:
+        require(lr is not None, "--lr: not given; allowed: a rate above 0")
+        assert lr is not None
+        require(lr > 0, f"--lr: found {lr}; allowed: above 0")
+        low = min_lr or 0.0
+        require(0 <= low <= lr, f"--min-lr: found {low}; allowed: 0 to --lr ({lr})")
+        require(
+            0 <= self.lr_warmup_init <= lr,
+            f"--lr-warmup-init: found {self.lr_warmup_init}; allowed: 0 to --lr ({lr})",
+        )
+        require(
+            self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
+            "--lr-warmup-iters and --lr-warmup-fraction: found both; give one of them",
+        )
+        require(
+            0 <= self.warmup_iters < self.decay_iters,
+            f"--lr-warmup-iters: found {self.warmup_iters:g}; allowed: 0 to below the schedule's "
+            f"{self.decay_iters} iterations",
+        )
+        if self.lr_decay_style == "WSD":
+            annealing = self.lr_wsd_decay_iters
+            require(annealing is not None, "--lr-decay-style WSD: needs --lr-wsd-decay-iters")
+            assert annealing is not None
+            require(
+                1 <= annealing <= self.decay_iters - self.warmup_iters,
+                f"--lr-wsd-decay-iters: found {annealing}; allowed: 1 to "
+                f"{self.decay_iters - self.warmup_iters:g} (the schedule after warm-up)",
+            )
+        require(
+            not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: found both",
+        )
+
+    def _check_data(self) -> None:
+        sources = [
+            flag
+            for flag, value in (
+                ("--data-path", self.data_path),
+                ("--train-data-path", self.train_data_path),
+                ("--mock-data", self.mock_data),
+            )
+            if value
+        ]
+        require(
+            len(sources) == 1,
+            f"data: found {' and '.join(sources) or 'none'}; allowed: one of --data-path, "
+            "--train-data-path, --mock-data",
+        )
+        require(
+            self.valid_data_path is None or self.train_data_path is not None,
+            "--valid-data-path: goes with --train-data-path",
+        )
+        try:
+            shares = [float(share) for share in self.split.split(",")]
+        except ValueError:
+            shares = []
+        require(
+            1 <= len(shares) <= 3 and min(shares) >= 0 and sum(shares) > 0 and shares[0] > 0,
+            f"--split: found {self.split}; allowed: up to three shares as in 99,1,0",
+        )
+        if self.data_cache_path and not _can_write(self.data_cache_path):
+            raise BadInput(f"--data-cache-path: cannot write to {self.data_cache_path}")
+
+
+def _at_least(low: int, flag: str, value: int) -> None:
+    require(value >= low, f"{flag}: found {value}; allowed: {low} or more")
+
+
+def _can_write(folder: str) -> bool:
+    """Whether the folder, or the nearest one above that exists, takes new files."""
+    while not os.path.exists(folder):
+        folder = os.path.dirname(os.path.abspath(folder))
+    return os.path.isdir(folder) and os.access(folder, os.W_OK)

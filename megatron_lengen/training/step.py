@@ -1,0 +1,145 @@
+"""One training step: a forward step for Megatron's schedules, the update, the loss to report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
+
+from megatron_lengen.data.datasets import Batch
+from megatron_lengen.layers.coordinates import set_samples
+from megatron_lengen.runtime import host
+from megatron_lengen.training.arguments import Settings
+
+Data = Iterator[Batch] | list[Iterator[Batch]] | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Args:
+        loss: sum of token losses over number of scored tokens, over the whole batch.
+        tokens: number of scored tokens.
+        grad_norm: L2 norm of the whole gradient before clipping; nan for a skipped step.
+        learning_rate: the rate that the update used.
+        skipped: whether the update was left out because the loss was not finite.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+
+
+class Stepper:
+    """Runs steps of a model on this rank's share of the batch."""
+
+    def __init__(self, settings: Settings, chunks: list[nn.Module]) -> None:
+        self.settings, self.chunks = settings, chunks
+        self._run = get_forward_backward_func()
+        self._first_sample = 0
+
+    def train(
+        self,
+        data: Data,
+        first_sample: int,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> StepResult:
+        """One optimizer step on samples first_sample .. first_sample + global batch - 1."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss, tokens = self._forward_backward(data, first_sample, forward_only=False)
+        rate = float(optimizer.param_groups[0]["lr"])
+        skipped = not math.isfinite(loss)
+        grad_norm = math.nan
+        if not skipped:
+            _, norm, _ = optimizer.step()
+            grad_norm = float(norm) if norm is not None else math.nan
+        scheduler.step(increment=self.settings.training.global_batch_size)
+        return StepResult(loss, tokens, grad_norm, rate, skipped)
+
+    @torch.no_grad()
+    def evaluate(self, data: Data, steps: int) -> float:
+        """Mean loss over a number of global batches, in evaluation mode."""
+        for chunk in self.chunks:
+            chunk.eval()
+        total, tokens = 0.0, 0
+        for _ in range(steps):
+            loss, count = self._forward_backward(data, 0, forward_only=True)
+            total += loss * count
+            tokens += count
+        for chunk in self.chunks:
+            chunk.train()
+        return total / max(tokens, 1)
+
+    def _forward_backward(
+        self, data: Data, first_sample: int, forward_only: bool
+    ) -> tuple[float, int]:
+        self._first_sample = first_sample
+        training = self.settings.training
+        reports = self._run(
+            forward_step_func=self._forward_step,
+            data_iterator=data,
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=self.settings.micro_batches,
+            seq_length=self.settings.model.seq_length,
+            micro_batch_size=training.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return _sum_reports([report["lm_loss"] for report in reports])
+
+    def _forward_step(self, data: Iterator[Batch] | None, chunk: nn.Module) -> tuple[Tensor, Any]:
+        """Called by the schedule for each micro-batch on every stage."""
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        set_samples(self._samples(model.decoder.layers[0].current_microbatch))
+        tokens = positions = labels = loss_mask = None
+        if data is not None:
+            batch = {key: value.to(host.device()) for key, value in next(data).items()}
+            tokens, labels, loss_mask = batch["tokens"], batch["labels"], batch["loss_mask"]
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        output = chunk(tokens, positions, None, labels=labels if model.post_process else None)
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            assert loss_mask is not None
+            total = (output.float() * loss_mask).sum()
+            count = loss_mask.sum().to(torch.int)
+            return total, count, {"lm_loss": torch.stack((total.detach().double(), count.double()))}
+
+        return output, loss
+
+    def _samples(self, micro_batch: int) -> Tensor:
+        """Sample numbers of a micro-batch: no stage needs data to know them."""
+        rows = self.settings.training.micro_batch_size
+        ranks = self.settings.data_parallel_size
+        first = self._first_sample + micro_batch * rows * ranks
+        first += parallel_state.get_data_parallel_rank() * rows
+        return torch.arange(first, first + rows)
+
+
+def _sum_reports(reports: list[Tensor]) -> tuple[float, int]:
+    """Loss and token count of the whole batch, on every rank."""
+    total = torch.zeros(2, dtype=torch.float64, device=host.device())
+    for report in reports:
+        total += report
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    dist.broadcast(
+        total,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    loss_sum, tokens = total.tolist()
+    return loss_sum / max(tokens, 1.0), int(tokens)
