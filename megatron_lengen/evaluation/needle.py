@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,39 +58,89 @@ class NeedleSample:
     """Where the needle is: 0 at the beginning of the text, 1 at its end."""
 
 
+@dataclass(frozen=True)
+class NeedleTask:
+    """What the samples look like; the fields are those of `data.needles.needle_example`."""
+
+    style: str = "niah"
+    """`niah` (RULER's sentences) or `pairs` (lines key=value)."""
+
+    haystack: Sequence[str] | None = None
+    """Lines of text to hide the needle between; RULER's noise if None."""
+
+    digits: int = 7
+    """Digits of the hidden number."""
+
+    needles: int | None = None
+    """Statements in a text, one of them asked for; the style's default if None."""
+
+    key_words: int = 1
+    """Words in the name of a number (RULER has 2)."""
+
+    seed: int = 42
+    """With length and index, decides everything random."""
+
+
 def make_samples(
-    tokenizer: Tokenizer, length: int, count: int, style: str, digits: int, seed: int
+    tokenizer: Tokenizer, length: int, count: int, task: NeedleTask
 ) -> list[NeedleSample]:
     """Samples of one length, their depths spread evenly from beginning to end.
+
+    Prompt and answer are encoded together, as training text is, and divided where the tokens of
+    the prompt alone end.
 
     Args:
         tokenizer: encodes without start or end tokens, as in training.
         length: most tokens of prompt and answer together.
         count: how many.
-        style: the haystack, one of those of `data.needles`.
-        digits: digits of the hidden number.
-        seed: with length and index, decides everything random.
+        task: what they look like.
 
     Raises:
-        BadInput: if a sample does not fit into `length`.
+        BadInput: if a sample does not fit into `length`, or a field of `task` is out of range.
     """
     from megatron_lengen.data.needles import needle_example
 
     samples = []
     for index in range(count):
-        rng = random.Random(f"{seed}/{length}/{index}")
-        depth = (index + 0.5) / count
+        rng = random.Random(f"{task.seed}/{length}/{index}")
         example = needle_example(
-            rng, tokenizer.encode, length, haystack=style, digits=digits, depth=depth
+            rng,
+            tokenizer.encode,
+            length,
+            _lines_for(task.haystack, length, rng),
+            style=task.style,
+            digits=task.digits,
+            depth=(index + 0.5) / count,
+            needles=task.needles,
+            key_words=task.key_words,
         )
-        prompt = tokenizer.encode(example.prompt_text)
-        answer = tokenizer.encode(example.answer_text)
+        tokens = tokenizer.encode(example.prompt_text + example.answer_text)
         require(
-            len(prompt) + len(answer) <= length,
-            f"--lengths: a sample of {len(prompt) + len(answer)} tokens does not fit into {length}",
+            len(tokens) <= length,
+            f"--lengths: a sample of {len(tokens)} tokens does not fit into {length}",
         )
-        samples.append(NeedleSample(prompt, answer, example.answer_text.strip(), example.depth))
+        alone = tokenizer.encode(example.prompt_text)
+        same = (a == b for a, b in zip(alone, tokens, strict=False))
+        # A last token that would merge with the answer belongs to it.
+        split = sum(takewhile(bool, same))
+        samples.append(NeedleSample(tokens[:split], tokens[split:], example.value, example.depth))
     return samples
+
+
+def _lines_for(lines: Sequence[str] | None, length: int, rng: random.Random) -> str | list[str]:
+    """A haystack for one sample: enough lines from a random place on, the first following the last.
+
+    A token of ordinary text has about four characters; twice that always suffices, and if not the
+    lines repeat.
+    """
+    if lines is None:
+        return "noise"
+    start, size = rng.randrange(len(lines)), 0
+    taken: list[str] = []
+    while size < 8 * length and len(taken) < len(lines):
+        taken.append(lines[(start + len(taken)) % len(lines)])
+        size += len(taken[-1])
+    return taken
 
 
 def is_found(answer: str, output: str) -> bool:
@@ -187,11 +238,7 @@ def _percent(values: Sequence[float]) -> float:
 def evaluate_needle(
     model: Answerer,
     tokenizer: Tokenizer,
-    lengths: Sequence[int],
-    count: int,
-    style: str = "noise",
-    digits: int = 7,
-    seed: int = 42,
+    samples: Mapping[int, Sequence[NeedleSample]],
     batch_tokens: int = 16384,
     train_length: int | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -200,9 +247,7 @@ def evaluate_needle(
     Args:
         model: see `Answerer`.
         tokenizer: the model's.
-        lengths: tokens of prompt and answer together.
-        count: samples at each length.
-        style, digits, seed: see `make_samples`.
+        samples: for each length, what `make_samples` gave.
         batch_tokens: see `evaluate_samples`.
         train_length: kept with the results, for pictures.
 
@@ -212,9 +257,7 @@ def evaluate_needle(
     from tqdm import tqdm
 
     results, outputs = [], []
-    # All samples first: a length that cannot be made should not cost hours before it says so.
-    samples = {n: make_samples(tokenizer, n, count, style, digits, seed) for n in sorted(lengths)}
-    for length in tqdm(samples, disable=None):
+    for length in tqdm(sorted(samples), disable=None):
         rows = evaluate_samples(model, tokenizer, samples[length], batch_tokens)
         results.append(summarize(length, rows))
         outputs += [{"length": length, **row} for row in rows]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.errors import run_main
+from megatron_lengen.errors import BadInput, require, run_main
 from megatron_lengen.evaluation import results, sources
 
 
@@ -40,7 +40,28 @@ def build_parser() -> results.Parser:
         "--samples", type=results.positive, default=100, help="at each length (default: 100)"
     )
     group.add_argument(
-        "--style", default="noise", help="the text around the needle (default: noise)"
+        "--style",
+        default="niah",
+        choices=("niah", "pairs"),
+        help="RULER's sentences, or lines key=value (default: niah)",
+    )
+    group.add_argument(
+        "--haystack",
+        metavar="FILE",
+        help="text whose lines hide the needle (default: RULER's noise sentences)",
+    )
+    group.add_argument(
+        "--needles",
+        type=results.positive,
+        metavar="K",
+        help="statements in a text, one of them asked for (default: 1 for niah, 4 for pairs)",
+    )
+    group.add_argument(
+        "--key-words",
+        type=int,
+        default=1,
+        choices=(1, 2),
+        help="words in the name of a number (default: 1; RULER has 2)",
     )
     group.add_argument(
         "--digits", type=results.positive, default=7, help="digits of the number (default: 7)"
@@ -61,8 +82,23 @@ def build_parser() -> results.Parser:
     return parser
 
 
+def read_lines(path: str) -> list[str]:
+    """The lines of a UTF-8 text file that are not blank."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"--haystack: {path} is not UTF-8 text") from error
+    lines = [line.strip() for line in lines if line.strip()]
+    require(bool(lines), f"--haystack: {path} has no text")
+    return lines
+
+
 def main() -> int:
     args = build_parser().parse_args()
+    require(
+        args.haystack is None or Path(args.haystack).is_file(),
+        f"--haystack: found no file {args.haystack}",
+    )
     source = sources.find_model(args.model, args.iteration, args.revision)
     settings = {
         "task": "needle",
@@ -70,7 +106,10 @@ def main() -> int:
         "lengths": args.lengths,
         "samples": args.samples,
         "style": args.style,
+        "haystack": sources.fingerprint([args.haystack]) if args.haystack else "noise",
         "digits": args.digits,
+        "needles": args.needles,
+        "key_words": args.key_words,
         "seed": args.seed,
         "batch_tokens": args.batch_tokens,
         "train_length": args.train_length or sources.training_length(source),
@@ -96,17 +135,19 @@ def evaluate(args: argparse.Namespace, source: sources.ModelSource, settings: di
 
     folder = results.prepare_output(args.output)
     tokenizer = models.load_tokenizer(source, args.tokenizer)
+    task = needle.NeedleTask(
+        style=args.style,
+        haystack=read_lines(args.haystack) if args.haystack else None,
+        digits=args.digits,
+        needles=args.needles,
+        key_words=args.key_words,
+        seed=args.seed,
+    )
+    # Before the model: a length that cannot be made should say so at once.
+    samples = {n: needle.make_samples(tokenizer, n, args.samples, task) for n in args.lengths}
     model = models.load_model(source, args.device, args.dtype)
     scores, outputs = needle.evaluate_needle(
-        model,
-        tokenizer,
-        args.lengths,
-        args.samples,
-        style=args.style,
-        digits=args.digits,
-        seed=args.seed,
-        batch_tokens=args.batch_tokens,
-        train_length=settings["train_length"],
+        model, tokenizer, samples, args.batch_tokens, settings["train_length"]
     )
     found = {
         "settings": settings,
