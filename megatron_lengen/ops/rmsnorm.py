@@ -74,7 +74,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return (gain * unit.to(x.dtype)).to(x.dtype)
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def row_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance of [..., d] over the last dimension; 0 for a constant row."""
     mean = x.mean(-1)
     # A sum of d equal numbers is not d times the number; its remainder is.
@@ -85,7 +85,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def dropout_definition(x_hat: Tensor, dropout: Dropout) -> Tensor:
     """z = alpha * b * x_hat + beta of [s, b, d], by PyTorch's autograd (features not sharded)."""
     values = x_hat.float()
-    alpha, beta = row_coefficients(dropout.variant, *moments(values), dropout.exact_rate)
+    alpha, beta = row_coefficients(dropout.variant, *row_moments(values), dropout.exact_rate)
     alpha = alpha.detach() if dropout.detach_alpha else alpha
     beta = beta.detach() if dropout.detach_beta else beta
     keep = keep_mask(dropout.coordinates, x_hat.shape[-1], dropout.rate)
@@ -235,7 +235,7 @@ class _TorchKernels:
             rstd = torch.rsqrt(_wide(x).square().mean(-1) + eps)
         if not moments:
             return rstd, None, None
-        return rstd, *moments(self._hat(x, gain, rstd)[0])
+        return rstd, *row_moments(self._hat(x, gain, rstd)[0])
 
     def forward(self, x, gain, rstd, alpha, beta, dropout: Dropout | None) -> Tensor:
         """z (or x_hat) in x's dtype."""
