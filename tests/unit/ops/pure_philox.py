@@ -49,10 +49,7 @@ def keep(
     """The mask of a [positions, samples, channels] tensor as float64 zeros and ones."""
     threshold = round(rate * 65536)
     rows = [
-        [
-            [float(value(seed, n, t, layer, site, c) >= threshold) for c in channels]
-            for n in samples
-        ]
+        [[float(value(seed, n, t, layer, site, c) >= threshold) for c in channels] for n in samples]
         for t in positions
     ]
     return torch.tensor(rows, dtype=torch.float64)

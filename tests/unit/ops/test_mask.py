@@ -49,12 +49,12 @@ PINNED = {
 
 # Coordinates that reach into every field of the counter and every half of the key.
 PLACES = [
-    dict(seed=1234, samples=[0, 1], positions=[0, 1, 7], layer=0, site=0, first_channel=0),
-    dict(seed=2**63 + 5, samples=[2**31 + 3], positions=[4095], layer=35, site=1, first_channel=16),
-    dict(seed=-1, samples=[2**31 - 1, 2**32 - 1], positions=[2**31 + 9], layer=4095, site=255,
-         first_channel=5),
-    dict(seed=7, samples=[3], positions=[131071, 3], layer=3, site=14, first_channel=2047),
-]  # fmt: skip
+    # seed, samples, positions, layer, site, first channel
+    (1234, [0, 1], [0, 1, 7], 0, 0, 0),
+    (2**63 + 5, [2**31 + 3], [4095], 35, 1, 16),
+    (-1, [2**31 - 1, 2**32 - 1], [2**31 + 9], 4095, 255, 5),
+    (7, [3], [131071, 3], 3, 14, 2047),
+]
 
 
 def coordinates(
@@ -65,15 +65,12 @@ def coordinates(
     )
 
 
-def pure_values(place: dict, channels: int) -> list[list[list[int]]]:
-    seed = place["seed"] % 2**64
-    columns = range(place["first_channel"], place["first_channel"] + channels)
+def pure_values(place: tuple, channels: int) -> list[list[list[int]]]:
+    seed, samples, positions, layer, site, first = place
+    columns = range(first, first + channels)
     return [
-        [
-            [pure_philox.value(seed, n, t, place["layer"], place["site"], c) for c in columns]
-            for n in place["samples"]
-        ]
-        for t in place["positions"]
+        [[pure_philox.value(seed % 2**64, n, t, layer, site, c) for c in columns] for n in samples]
+        for t in positions
     ]
 
 
@@ -94,7 +91,7 @@ def test_mask_bits_never_change(place, bits):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("channels", [1, 8, 19])
 def test_tensor_form_equals_plain_python(place, channels):
-    assert mask_values(coordinates(**place), channels).tolist() == pure_values(place, channels)
+    assert mask_values(coordinates(*place), channels).tolist() == pure_values(place, channels)
 
 
 def test_head_is_the_low_part_of_the_stream():
@@ -113,8 +110,8 @@ def _require_kernels() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_kernel_draws_the_same_bits(place, channels, dtype):
     _require_kernels()
-    where = coordinates(**place)
-    x = torch.ones(len(place["positions"]), len(place["samples"]), channels, dtype=dtype)
+    where = coordinates(*place)
+    x = torch.ones(len(where.positions), len(where.samples), channels, dtype=dtype)
     dropout = Dropout("pre_linear", 0.3, where)
     z = rms_norm_dropout(x, torch.ones(channels), 0.0, dropout)
     assert torch.equal(z != 0, torch.tensor(pure_values(place, channels)) >= round(0.3 * 65536))
@@ -160,7 +157,7 @@ def test_triton_draws_the_same_words(tmp_path):
 
 @pytest.mark.parametrize("first", [1, 5, 8, 13, 64])
 def test_a_shard_sees_its_part_of_the_full_mask(first):
-    place = dict(seed=3, samples=[5, 6], positions=[1, 2, 3], layer=2, site=9)
+    place = {"seed": 3, "samples": [5, 6], "positions": [1, 2, 3], "layer": 2, "site": 9}
     full = keep_mask(coordinates(**place), 96, 0.4)
     part = keep_mask(coordinates(**place, first_channel=first), 96 - first, 0.4)
     assert torch.equal(part, full[..., first:])
@@ -192,7 +189,7 @@ def _correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_neighbours_are_uncorrelated(rate):
     def mask(**changes):
-        place = dict(seed=21, samples=range(4), positions=range(128), layer=3, site=1)
+        place = {"seed": 21, "samples": range(4), "positions": range(128), "layer": 3, "site": 1}
         return keep_mask(coordinates(**{**place, **changes}), 512, rate)
 
     here = mask()
@@ -248,7 +245,7 @@ def test_impossible_rates_are_refused(rate):
         drop_threshold(rate)
 
 
-@pytest.mark.parametrize("change", [dict(layer=4096), dict(site=256), dict(layer=-1)])
+@pytest.mark.parametrize("change", [{"layer": 4096}, {"site": 256}, {"layer": -1}])
 def test_coordinates_that_would_overlap_are_refused(change):
     with pytest.raises(ValueError, match="too large"):
         keep_mask(coordinates(**change), 8, 0.5)

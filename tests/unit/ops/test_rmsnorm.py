@@ -1,0 +1,497 @@
+"""RMSNorm with dropout: values and gradients against float64 autograd, on both CPU paths."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from itertools import product
+
+import pure_philox
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lengen.ops import native, variants
+from megatron_lengen.ops.mask import MaskCoordinates
+from megatron_lengen.ops.rmsnorm import (
+    Dropout,
+    affine_dropout,
+    norm_dropout,
+    rms_norm,
+    rms_norm_dropout,
+)
+
+EPS = 1e-5
+RATE = 0.3
+EXACT = round(RATE * 65536) / 65536
+SEED, LAYER, SITE = 77, 5, 1
+DETACH = list(product([True, False], [True, False]))
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(params=["native", "torch"])
+def path(request, monkeypatch) -> str:
+    """Run with the compiled kernels, and with PyTorch operations."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "load_library", lambda: None)
+    elif native.load_library() is None:
+        pytest.skip("no C++ compiler: the CPU kernels are not built")
+    return request.param
+
+
+@pytest.fixture
+def uneven(monkeypatch) -> str:
+    """A variant whose coefficients depend on everything, registered for one test."""
+    monkeypatch.setattr(variants, "_REGISTRY", dict(variants._REGISTRY))
+
+    @variants.register_variant("uneven")
+    def uneven(mean, variance, rate):
+        return 1 / (1 + variance) + rate * mean, mean * variance + 0.2
+
+    return "uneven"
+
+
+def dropout_at(variant: str, s: int, b: int, alpha: bool = True, beta: bool = True) -> Dropout:
+    where = MaskCoordinates(SEED, torch.arange(9, 9 + b), torch.arange(4, 4 + s), LAYER, SITE)
+    return Dropout(variant, RATE, where, detach_alpha=alpha, detach_beta=beta)
+
+
+@functools.cache
+def mask_at(s: int, b: int, d: int) -> Tensor:
+    samples, positions = list(range(9, 9 + b)), list(range(4, 4 + s))
+    return pure_philox.keep(SEED, samples, positions, LAYER, SITE, range(d), RATE)
+
+
+def formula(variant: str, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """alpha and beta as the paper writes them (variance above 0)."""
+    if variant == "vpad":
+        alpha = variance.sqrt() / ((1 - EXACT) * (variance + EXACT * mean**2)).sqrt()
+        return alpha, mean * (1 - alpha * (1 - EXACT))
+    if variant == "uneven":
+        return 1 / (1 + variance) + EXACT * mean, mean * variance + 0.2
+    return torch.ones_like(mean) / (1 - EXACT), torch.zeros_like(mean)
+
+
+def reference(
+    x: Tensor, gain: Tensor | None, dz: Tensor, variant: str, alpha_fixed: bool, beta_fixed: bool
+) -> tuple[Tensor, ...]:
+    """z, dx and dgain in float64, by autograd over the formulas."""
+    x = x.detach().double().requires_grad_()
+    hat, leaves = x, [x]
+    if gain is not None:
+        gain = gain.detach().double().requires_grad_()
+        leaves.append(gain)
+        hat = gain * x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS).sqrt()
+    mean = hat.sum(-1, keepdim=True) / x.shape[-1]
+    variance = ((hat - mean) ** 2).sum(-1, keepdim=True) / x.shape[-1]
+    alpha, beta = formula(variant, mean, variance)
+    alpha = alpha.detach() if alpha_fixed else alpha
+    beta = beta.detach() if beta_fixed else beta
+    z = alpha * mask_at(*x.shape) * hat + beta
+    return z.detach(), *torch.autograd.grad(z, leaves, dz.double())
+
+
+def tensors(s: int, b: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(s * b * d)
+    # Means that are not 0, so that every term of vpad's derivatives counts.
+    x = torch.randn(s, b, d, generator=generator) * 2 + 0.7
+    gain = torch.rand(d, generator=generator) + 0.5
+    dz = torch.randn(s, b, d, generator=generator) + 0.1
+    return x.to(dtype).requires_grad_(), gain.to(dtype).requires_grad_(), dz.to(dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Equal up to a few roundings of `dtype`, relative to the largest value."""
+    tolerance = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype, 2e-2)
+    error = (found.double() - expected).abs().max().item()
+    assert error <= tolerance * max(expected.abs().max().item(), 1e-6)
+
+
+# ---- values and gradients ------------------------------------------------------------------------
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
+@pytest.mark.parametrize("variant", ["pre_linear", "pre_norm", "vpad", "uneven"])
+@pytest.mark.parametrize("size", [(5, 1, 33), (3, 4, 64), (2, 4, 300), (2, 1, 2048)])
+def test_norm_dropout_equals_float64_autograd(
+    path, uneven, size, variant, alpha_fixed, beta_fixed, dtype
+):
+    x, gain, dz = tensors(*size, dtype)
+    dropout = dropout_at(variant, size[0], size[1], alpha_fixed, beta_fixed)
+    z = rms_norm_dropout(x, gain, EPS, dropout)
+    z.backward(dz)
+    assert z.dtype == x.dtype and x.grad.dtype == x.dtype and gain.grad.dtype == gain.dtype
+    for found, expected in zip(
+        (z, x.grad, gain.grad),
+        reference(x, gain, dz, variant, alpha_fixed, beta_fixed),
+        strict=True,
+    ):
+        assert_near(found, expected, dtype)
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
+@pytest.mark.parametrize("variant", ["pre_linear", "vpad", "uneven"])
+def test_affine_dropout_equals_float64_autograd(
+    path, uneven, variant, alpha_fixed, beta_fixed, dtype
+):
+    x, _, dz = tensors(3, 4, 75, dtype)
+    z = affine_dropout(x, dropout_at(variant, 3, 4, alpha_fixed, beta_fixed))
+    z.backward(dz)
+    expected_z, expected_dx = reference(x, None, dz, variant, alpha_fixed, beta_fixed)
+    assert_near(z, expected_z, dtype)
+    assert_near(x.grad, expected_dx, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
+def test_other_dtypes(alpha_fixed, beta_fixed, dtype):
+    x, gain, dz = tensors(3, 2, 40, dtype)
+    z = rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 3, 2, alpha_fixed, beta_fixed))
+    z.backward(dz)
+    for found, expected in zip(
+        (z, x.grad, gain.grad), reference(x, gain, dz, "vpad", alpha_fixed, beta_fixed), strict=True
+    ):
+        assert_near(found, expected, dtype)
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
+def test_the_short_definition_agrees(path, alpha_fixed, beta_fixed, dtype):
+    dropout = dropout_at("vpad", 3, 2, alpha_fixed, beta_fixed)
+    results = []
+    for function in (norm_dropout, rms_norm_dropout):
+        x, gain, dz = tensors(3, 2, 128, dtype)
+        z = function(x, gain, EPS, dropout)
+        z.backward(dz)
+        results.append((z, x.grad, gain.grad))
+    for expected, found in zip(*results, strict=True):
+        assert_near(found, expected.double(), dtype)
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("variant", [None, "pre_linear", "vpad"])
+def test_one_feature(path, variant, dtype):
+    x = torch.tensor([[[3.0]], [[-0.01]], [[0.0]]], dtype=dtype, requires_grad=True)
+    gain = torch.tensor([2.0], dtype=dtype, requires_grad=True)
+    dropout = dropout_at(variant, 3, 1, False, False) if variant else None
+    z = rms_norm_dropout(x, gain, EPS, dropout)
+    z.sum().backward()
+    hat = 2 * x.detach().double() / (x.detach().double() ** 2 + EPS).sqrt()
+    # vpad: one element is a constant row, so its value stands whatever the mask says.
+    factor = mask_at(3, 1, 1) / (1 - EXACT) if variant == "pre_linear" else 1.0
+    assert_near(z, hat * factor, dtype)
+    assert torch.isfinite(x.grad).all() and torch.isfinite(gain.grad).all()
+
+
+# ---- memory layouts (strides) --------------------------------------------------------------------
+
+LAYOUTS = {
+    "contiguous": lambda t: t.clone(),
+    "every second feature": lambda t: t.repeat_interleave(2, dim=-1)[..., ::2],
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "features not last in memory": lambda t: t.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "expanded": lambda t: t[:1, :, :1].expand_as(t),
+}
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("dz_layout", LAYOUTS)
+@pytest.mark.parametrize("x_layout", LAYOUTS)
+def test_strides_do_not_matter(path, x_layout, dz_layout, dtype):
+    # A row of equal features is where the paper's formula has no derivative: pre_linear.
+    variant = "pre_linear" if x_layout == "expanded" else "vpad"
+    base, gain, dz = tensors(5, 3, 24, dtype)
+    x = LAYOUTS[x_layout](base.detach()).requires_grad_()
+    dz = LAYOUTS[dz_layout](dz)
+    z = rms_norm_dropout(x, gain, EPS, dropout_at(variant, 5, 3, False, False))
+    z.backward(dz)
+    for found, expected in zip(
+        (z, x.grad, gain.grad), reference(x, gain, dz, variant, False, False), strict=True
+    ):
+        assert_near(found, expected, dtype)
+
+
+def test_gradient_of_a_sum(path):
+    """`.sum().backward()` hands an expanded gradient to the function."""
+    x, gain, _ = tensors(4, 2, 50, torch.float32)
+    rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 4, 2)).sum().backward()
+    _, dx, dgain = reference(x, gain, torch.ones(4, 2, 50), "vpad", True, True)
+    assert_near(x.grad, dx, torch.float32)
+    assert_near(gain.grad, dgain, torch.float32)
+
+
+# ---- rows that formulas do not like --------------------------------------------------------------
+
+BASE_ROWS = {
+    "zero": lambda r: torch.zeros_like(r),
+    "constant": lambda r: torch.full_like(r, 0.1),
+    "negative constant": lambda r: torch.full_like(r, -317.0),
+    "tiny": lambda r: r * 1e-20,
+    "very tiny": lambda r: r * 1e-36,
+    "huge": lambda r: r * 1e18,
+    "beyond fp32 squares": lambda r: r * 1e30,
+    "one spike": lambda r: torch.where(torch.arange(r.shape[-1]) == 3, 1e4, 0.0).expand_as(r),
+    "alternating": lambda r: torch.where(torch.arange(r.shape[-1]) % 2 == 0, 1.0, -1.0)
+    .expand_as(r),
+}  # fmt: skip
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
+@pytest.mark.parametrize(
+    "norm, kind",
+    # Squares beyond fp32 are a matter of the normalization alone.
+    [(True, k) for k in BASE_ROWS] + [(False, k) for k in BASE_ROWS if "squares" not in k],
+)
+def test_no_row_gives_nan(path, norm, kind, alpha_fixed, beta_fixed, dtype):
+    base, gain, dz = tensors(4, 2, 300, torch.float32)
+    x = BASE_ROWS[kind](base.detach()).to(dtype).requires_grad_()
+    gain = gain.detach().to(dtype).requires_grad_()
+    dropout = dropout_at("vpad", 4, 2, alpha_fixed, beta_fixed)
+    z = rms_norm_dropout(x, gain, EPS, dropout) if norm else affine_dropout(x, dropout)
+    z.backward(dz.to(dtype))
+    assert torch.isfinite(z).all()
+    assert torch.isfinite(x.grad).all()
+    assert not norm or torch.isfinite(gain.grad).all()
+    if kind == "zero":
+        assert torch.count_nonzero(z) == 0
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("d", [3, 64, 300, 2047, 4096])
+@pytest.mark.parametrize("value", [0.1, -317.0, 1e-4])
+def test_a_constant_row_becomes_its_mean(path, value, d, dtype):
+    x = torch.full((2, 1, d), value, dtype=dtype)
+    gain = torch.ones(d, dtype=dtype)
+    plain = rms_norm_dropout(x, gain, EPS)
+    assert torch.equal(rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 2, 1)), plain)
+    assert torch.equal(affine_dropout(x, dropout_at("vpad", 2, 1)), x)
+
+
+@pytest.mark.parametrize("d", [64, 300, 2047])
+@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
+def test_alpha_of_a_constant_row_has_no_derivative(path, alpha_fixed, beta_fixed, d):
+    """z = mean there: every input gets the same share of the gradient, or none if beta is fixed."""
+    x = torch.full((2, 1, d), 0.1, requires_grad=True)
+    dz = torch.randn(2, 1, d, generator=torch.Generator().manual_seed(1))
+    affine_dropout(x, dropout_at("vpad", 2, 1, alpha_fixed, beta_fixed)).backward(dz)
+    share = dz.mean(-1, keepdim=True) * (0.0 if beta_fixed else 1.0)
+    torch.testing.assert_close(x.grad, share.expand_as(x), atol=1e-6, rtol=1e-5)
+
+
+# ---- the plain norm ------------------------------------------------------------------------------
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("variant", ["pre_linear", "vpad"])
+def test_rate_zero_is_bitwise_the_plain_norm(path, variant, dtype):
+    where = MaskCoordinates(1, torch.arange(4), torch.arange(3), 0, 0)
+    results = []
+    for dropout in (None, Dropout(variant, 0.0, where, False, False)):
+        x, gain, dz = tensors(3, 4, 300, dtype)
+        z = rms_norm_dropout(x, gain, EPS, dropout)
+        z.backward(dz)
+        results.append((z, x.grad, gain.grad))
+    for plain, dropped in zip(*results, strict=True):
+        assert torch.equal(plain, dropped)
+    x = tensors(3, 4, 300, dtype)[0]
+    assert affine_dropout(x, None) is x
+    assert affine_dropout(x, Dropout(variant, 0.0, where)) is x
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("shape", [(7, 64), (2, 3, 5, 33), (1, 1, 300)])
+def test_plain_norm_of_any_shape_equals_pytorchs(path, shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    gain = torch.rand(shape[-1], generator=generator, dtype=torch.float64) + 0.5
+    dz = torch.randn(shape, generator=generator, dtype=torch.float64)
+    leaves = [t.to(dtype).requires_grad_() for t in (x, gain)]
+    z = rms_norm_dropout(*leaves, EPS)
+    z.backward(dz.to(dtype))
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    expected = torch.nn.functional.rms_norm(wide[0], shape[-1:], wide[1], EPS)
+    expected.backward(dz.to(dtype).double())
+    assert_near(z, expected.detach(), dtype)
+    for found, wanted in zip(leaves, wide, strict=True):
+        assert_near(found.grad, wanted.grad, dtype)
+
+
+def _hugging_face_norm(name: str, gain: Tensor) -> torch.nn.Module:
+    if name == "llama":
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm as Norm
+    else:
+        from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm as Norm
+    norm = Norm(gain.shape[0], eps=EPS)
+    norm.weight.data = gain
+    return norm
+
+
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
+@pytest.mark.parametrize("d", [64, 300, 2048])
+def test_plain_norm_equals_hugging_faces(path, name, d):
+    x, gain, _ = (t.detach() for t in tensors(64, 2, d, torch.float32))
+    expected = _hugging_face_norm(name, gain)(x)
+    assert (rms_norm_dropout(x, gain, EPS) - expected).abs().max() <= 1e-6 * expected.abs().max()
+    x, gain = x.bfloat16(), gain.bfloat16()
+    expected = _hugging_face_norm(name, gain)(x)
+    found = rms_norm_dropout(x, gain, EPS)
+    assert torch.equal(rms_norm(x, gain, EPS), expected)
+    if path == "torch":
+        assert torch.equal(found, expected)
+    # The kernel adds the squares in another order: where that moves x / rms over a rounding
+    # boundary the result is the neighbouring number. Rarely, and no further.
+    bits = [t.view(torch.int16).int() for t in (found, expected)]
+    assert (bits[0] - bits[1]).abs().max() <= 1
+    assert (bits[0] != bits[1]).double().mean() < 1e-3
+
+
+# ---- what is saved, what is dropped, what is deterministic ---------------------------------------
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("alpha_fixed", [True, False])
+@pytest.mark.parametrize("variant", [None, "pre_linear", "vpad"])
+def test_backward_saves_the_input_and_four_numbers_a_row(path, variant, alpha_fixed, dtype):
+    s, b, d = 16, 2, 512
+    x, gain, dz = tensors(s, b, d, dtype)
+    dropout = dropout_at(variant, s, b, alpha_fixed) if variant else None
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        z = rms_norm_dropout(x, gain, EPS, dropout)
+    sizes = {t.data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    sizes.pop(gain.data_ptr())
+    assert sum(sizes.values()) <= x.numel() * x.element_size() + 4 * 4 * s * b
+    z.backward(dz)
+
+
+@BOTH_DTYPES
+def test_dropped_elements_pass_no_gradient(path, dtype):
+    x, _, _ = tensors(6, 2, 100, dtype)
+    z = affine_dropout(x, dropout_at("pre_linear", 6, 2))
+    z.backward(torch.ones_like(z))
+    kept = mask_at(6, 2, 100) != 0
+    assert torch.equal(z != 0, kept)
+    assert torch.equal(x.grad != 0, kept)
+
+
+def test_gradients_do_not_depend_on_the_number_of_threads():
+    if native.load_library() is None:
+        pytest.skip("no C++ compiler: the CPU kernels are not built")
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            x, gain, dz = tensors(101, 2, 130, torch.float32)
+            z = rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 101, 2, False, False))
+            z.backward(dz)
+            results.append((z.detach(), x.grad, gain.grad))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("rows, d", [(1, 2048), (7, 8192), (65536, 64)])
+def test_gain_gradient_in_bf16_is_summed_in_fp32(path, rows, d):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 1, d, generator=generator).bfloat16()
+    dz = (torch.randn(rows, 1, d, generator=generator) + 0.05).bfloat16()
+    gain = torch.ones(d, dtype=torch.bfloat16, requires_grad=True)
+    rms_norm_dropout(x, gain, EPS).backward(dz)
+    wide = x.double()
+    unit = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt()
+    expected = (dz.double() * unit).sum((0, 1))
+    assert (gain.grad.double() - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_second_derivatives_are_refused_rather_than_wrong(path):
+    x, gain, _ = tensors(2, 1, 8, torch.float32)
+    z = rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 2, 1))
+    (dx,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 8), (5, 2, 8), (8, 8)])
+def test_coordinates_of_another_batch_are_refused(path, shape):
+    dropout = dropout_at("pre_linear", 4, 2)
+    for apply in (affine_dropout, lambda x, d: rms_norm_dropout(x, torch.ones(8), EPS, d)):
+        with pytest.raises(ValueError, match=r"masks for \[4, 2\] rows"):
+            apply(torch.ones(shape), dropout)
+
+
+def test_an_empty_batch_is_empty(path):
+    x = torch.ones(0, 2, 8, requires_grad=True)
+    z = rms_norm_dropout(x, torch.ones(8), EPS, dropout_at("vpad", 0, 2))
+    z.sum().backward()
+    assert z.shape == x.grad.shape == (0, 2, 8)
+
+
+# ---- building the kernels ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_loader():
+    native.load_library.cache_clear()
+    yield
+    native.load_library.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["none", "failing", "not a program"])
+def test_without_a_compiler_pytorch_does_the_work(
+    fresh_loader, monkeypatch, caplog, tmp_path, compiler
+):
+    monkeypatch.setenv("LENGEN_CACHE", str(tmp_path))
+    if compiler == "none":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setenv("CXX", "false" if compiler == "failing" else "/no/such/compiler")
+    x, gain, dz = tensors(3, 2, 40, torch.float32)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            z = rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 3, 2))
+    assert len(caplog.records) == 1
+    assert "PyTorch operations" in caplog.text
+    assert_near(z, reference(x, gain, dz, "vpad", True, True)[0], torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kernels_are_built_once_into_the_chosen_folder(fresh_loader, monkeypatch, tmp_path):
+    if native.load_library() is None:
+        pytest.skip("no C++ compiler")
+    native.load_library.cache_clear()
+    monkeypatch.setenv("LENGEN_CACHE", str(tmp_path / "cache"))
+    assert native.load_library() is not None
+    (built,) = (tmp_path / "cache").iterdir()
+    native.load_library.cache_clear()
+    monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    assert native.load_library() is not None
+    assert list((tmp_path / "cache").iterdir()) == [built]
+
+
+def test_rounding_error_of_the_statistics_is_small():
+    """fp32 sums over 8192 features with an outlier stay near float64's."""
+    if native.load_library() is None:
+        pytest.skip("no C++ compiler")
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(8, 1, 8192, generator=generator) * 0.01 + 0.3
+    x[:, :, 0] = 500.0
+    gain = torch.ones(8192)
+    z = rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 8, 1))
+    hat = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+    mean, variance = hat.mean(-1), hat.var(-1, unbiased=False)
+    alpha, beta = formula("vpad", mean, variance)
+    dropped = z[:, 0] - beta
+    assert math.isclose(dropped.abs().min(), 0.0, abs_tol=1e-6)
+    kept = (alpha[..., None] * hat + beta[..., None])[z > 1]
+    assert torch.allclose(z[z > 1].double(), kept, rtol=1e-5)
