@@ -37,6 +37,14 @@ def import_sentencepiece() -> Any:
     return sentencepiece
 
 
+def check_model_path(path: str | Path, force: bool = False) -> Path:
+    """The path of a model to be written: ends in .model, and is new unless `force`."""
+    path = Path(path)
+    require(path.suffix == ".model", f"--output: found {path}; allowed: a file name.model")
+    require(force or not path.exists(), f"--output: found that {path} exists; --force replaces it")
+    return path
+
+
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> int:
     """Train a lossless BPE model on `texts` and write it to `output` (a `.model` file).
 

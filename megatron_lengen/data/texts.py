@@ -179,6 +179,16 @@ def decode_batch(batch: Batch, text_key: str) -> Decoded:
     return decoded
 
 
+def read_texts(inputs: Sequence[str | Path], text_key: str = "text") -> Iterator[str]:
+    """The texts of files and folders, in order; `BadInput` at the first broken item."""
+    files, _ = find_files(inputs)
+    for batch in read_batches(files, text_key):
+        decoded = decode_batch(batch, text_key)
+        if decoded.broken:
+            raise BadInput(decoded.broken[0])
+        yield from (text for _, text in decoded.texts)
+
+
 @dataclass(frozen=True)
 class _Skip:
     reason: str
