@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import math
-from itertools import product
-
-import pure_philox
 import pytest
 import torch
+from norm_reference import (
+    BOTH_DTYPES,
+    DETACH,
+    EPS,
+    EXACT,
+    assert_near,
+    dropout_at,
+    mask_at,
+    reference,
+    tensors,
+)
 from torch import Tensor
 
-from megatron_lengen.ops import native, variants
+from megatron_lengen.ops import variants
 from megatron_lengen.ops.mask import MaskCoordinates
 from megatron_lengen.ops.rmsnorm import (
     Dropout,
@@ -21,23 +26,6 @@ from megatron_lengen.ops.rmsnorm import (
     rms_norm,
     rms_norm_dropout,
 )
-
-EPS = 1e-5
-RATE = 0.3
-EXACT = round(RATE * 65536) / 65536
-SEED, LAYER, SITE = 77, 5, 1
-DETACH = list(product([True, False], [True, False]))
-BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-@pytest.fixture(params=["native", "torch"])
-def path(request, monkeypatch) -> str:
-    """Run with the compiled kernels, and with PyTorch operations."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "load_library", lambda: None)
-    elif native.load_library() is None:
-        pytest.skip("no C++ compiler: the CPU kernels are not built")
-    return request.param
 
 
 @pytest.fixture
@@ -50,62 +38,6 @@ def uneven(monkeypatch) -> str:
         return 1 / (1 + variance) + rate * mean, mean * variance + 0.2
 
     return "uneven"
-
-
-def dropout_at(variant: str, s: int, b: int, alpha: bool = True, beta: bool = True) -> Dropout:
-    where = MaskCoordinates(SEED, torch.arange(9, 9 + b), torch.arange(4, 4 + s), LAYER, SITE)
-    return Dropout(variant, RATE, where, detach_alpha=alpha, detach_beta=beta)
-
-
-@functools.cache
-def mask_at(s: int, b: int, d: int) -> Tensor:
-    samples, positions = list(range(9, 9 + b)), list(range(4, 4 + s))
-    return pure_philox.keep(SEED, samples, positions, LAYER, SITE, range(d), RATE)
-
-
-def formula(variant: str, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and beta as the paper writes them (variance above 0)."""
-    if variant == "vpad":
-        alpha = variance.sqrt() / ((1 - EXACT) * (variance + EXACT * mean**2)).sqrt()
-        return alpha, mean * (1 - alpha * (1 - EXACT))
-    if variant == "uneven":
-        return 1 / (1 + variance) + EXACT * mean, mean * variance + 0.2
-    return torch.ones_like(mean) / (1 - EXACT), torch.zeros_like(mean)
-
-
-def reference(
-    x: Tensor, gain: Tensor | None, dz: Tensor, variant: str, alpha_fixed: bool, beta_fixed: bool
-) -> tuple[Tensor, ...]:
-    """z, dx and dgain in float64, by autograd over the formulas."""
-    x = x.detach().double().requires_grad_()
-    hat, leaves = x, [x]
-    if gain is not None:
-        gain = gain.detach().double().requires_grad_()
-        leaves.append(gain)
-        hat = gain * x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS).sqrt()
-    mean = hat.sum(-1, keepdim=True) / x.shape[-1]
-    variance = ((hat - mean) ** 2).sum(-1, keepdim=True) / x.shape[-1]
-    alpha, beta = formula(variant, mean, variance)
-    alpha = alpha.detach() if alpha_fixed else alpha
-    beta = beta.detach() if beta_fixed else beta
-    z = alpha * mask_at(*x.shape) * hat + beta
-    return z.detach(), *torch.autograd.grad(z, leaves, dz.double())
-
-
-def tensors(s: int, b: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(s * b * d)
-    # Means that are not 0, so that every term of vpad's derivatives counts.
-    x = torch.randn(s, b, d, generator=generator) * 2 + 0.7
-    gain = torch.rand(d, generator=generator) + 0.5
-    dz = torch.randn(s, b, d, generator=generator) + 0.1
-    return x.to(dtype).requires_grad_(), gain.to(dtype).requires_grad_(), dz.to(dtype)
-
-
-def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Equal up to a few roundings of `dtype`, relative to the largest value."""
-    tolerance = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype, 2e-2)
-    error = (found.double() - expected).abs().max().item()
-    assert error <= tolerance * max(expected.abs().max().item(), 1e-6)
 
 
 # ---- values and gradients ------------------------------------------------------------------------
@@ -223,65 +155,6 @@ def test_gradient_of_a_sum(path):
     assert_near(gain.grad, dgain, torch.float32)
 
 
-# ---- rows that formulas do not like --------------------------------------------------------------
-
-BASE_ROWS = {
-    "zero": lambda r: torch.zeros_like(r),
-    "constant": lambda r: torch.full_like(r, 0.1),
-    "negative constant": lambda r: torch.full_like(r, -317.0),
-    "tiny": lambda r: r * 1e-20,
-    "very tiny": lambda r: r * 1e-36,
-    "huge": lambda r: r * 1e18,
-    "beyond fp32 squares": lambda r: r * 1e30,
-    "one spike": lambda r: torch.where(torch.arange(r.shape[-1]) == 3, 1e4, 0.0).expand_as(r),
-    "alternating": lambda r: torch.where(torch.arange(r.shape[-1]) % 2 == 0, 1.0, -1.0)
-    .expand_as(r),
-}  # fmt: skip
-
-
-@BOTH_DTYPES
-@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
-@pytest.mark.parametrize(
-    "norm, kind",
-    # Squares beyond fp32 are a matter of the normalization alone.
-    [(True, k) for k in BASE_ROWS] + [(False, k) for k in BASE_ROWS if "squares" not in k],
-)
-def test_no_row_gives_nan(path, norm, kind, alpha_fixed, beta_fixed, dtype):
-    base, gain, dz = tensors(4, 2, 300, torch.float32)
-    x = BASE_ROWS[kind](base.detach()).to(dtype).requires_grad_()
-    gain = gain.detach().to(dtype).requires_grad_()
-    dropout = dropout_at("vpad", 4, 2, alpha_fixed, beta_fixed)
-    z = rms_norm_dropout(x, gain, EPS, dropout) if norm else affine_dropout(x, dropout)
-    z.backward(dz.to(dtype))
-    assert torch.isfinite(z).all()
-    assert torch.isfinite(x.grad).all()
-    assert not norm or torch.isfinite(gain.grad).all()
-    if kind == "zero":
-        assert torch.count_nonzero(z) == 0
-
-
-@BOTH_DTYPES
-@pytest.mark.parametrize("d", [3, 64, 300, 2047, 4096])
-@pytest.mark.parametrize("value", [0.1, -317.0, 1e-4])
-def test_a_constant_row_becomes_its_mean(path, value, d, dtype):
-    x = torch.full((2, 1, d), value, dtype=dtype)
-    gain = torch.ones(d, dtype=dtype)
-    plain = rms_norm_dropout(x, gain, EPS)
-    assert torch.equal(rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 2, 1)), plain)
-    assert torch.equal(affine_dropout(x, dropout_at("vpad", 2, 1)), x)
-
-
-@pytest.mark.parametrize("d", [64, 300, 2047])
-@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
-def test_alpha_of_a_constant_row_has_no_derivative(path, alpha_fixed, beta_fixed, d):
-    """z = mean there: every input gets the same share of the gradient, or none if beta is fixed."""
-    x = torch.full((2, 1, d), 0.1, requires_grad=True)
-    dz = torch.randn(2, 1, d, generator=torch.Generator().manual_seed(1))
-    affine_dropout(x, dropout_at("vpad", 2, 1, alpha_fixed, beta_fixed)).backward(dz)
-    share = dz.mean(-1, keepdim=True) * (0.0 if beta_fixed else 1.0)
-    torch.testing.assert_close(x.grad, share.expand_as(x), atol=1e-6, rtol=1e-5)
-
-
 # ---- the plain norm ------------------------------------------------------------------------------
 
 
@@ -383,23 +256,6 @@ def test_dropped_elements_pass_no_gradient(path, dtype):
     assert torch.equal(x.grad != 0, kept)
 
 
-def test_gradients_do_not_depend_on_the_number_of_threads():
-    if native.load_library() is None:
-        pytest.skip("no C++ compiler: the CPU kernels are not built")
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            x, gain, dz = tensors(101, 2, 130, torch.float32)
-            z = rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 101, 2, False, False))
-            z.backward(dz)
-            results.append((z.detach(), x.grad, gain.grad))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
 @pytest.mark.parametrize("rows, d", [(1, 2048), (7, 8192), (65536, 64)])
 def test_gain_gradient_in_bf16_is_summed_in_fp32(path, rows, d):
     generator = torch.Generator().manual_seed(rows)
@@ -434,64 +290,3 @@ def test_an_empty_batch_is_empty(path):
     z = rms_norm_dropout(x, torch.ones(8), EPS, dropout_at("vpad", 0, 2))
     z.sum().backward()
     assert z.shape == x.grad.shape == (0, 2, 8)
-
-
-# ---- building the kernels ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_loader():
-    native.load_library.cache_clear()
-    yield
-    native.load_library.cache_clear()
-
-
-@pytest.mark.parametrize("compiler", ["none", "failing", "not a program"])
-def test_without_a_compiler_pytorch_does_the_work(
-    fresh_loader, monkeypatch, caplog, tmp_path, compiler
-):
-    monkeypatch.setenv("LENGEN_CACHE", str(tmp_path))
-    if compiler == "none":
-        monkeypatch.delenv("CXX", raising=False)
-        monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    else:
-        monkeypatch.setenv("CXX", "false" if compiler == "failing" else "/no/such/compiler")
-    x, gain, dz = tensors(3, 2, 40, torch.float32)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            z = rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 3, 2))
-    assert len(caplog.records) == 1
-    assert "PyTorch operations" in caplog.text
-    assert_near(z, reference(x, gain, dz, "vpad", True, True)[0], torch.float32)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_kernels_are_built_once_into_the_chosen_folder(fresh_loader, monkeypatch, tmp_path):
-    if native.load_library() is None:
-        pytest.skip("no C++ compiler")
-    native.load_library.cache_clear()
-    monkeypatch.setenv("LENGEN_CACHE", str(tmp_path / "cache"))
-    assert native.load_library() is not None
-    (built,) = (tmp_path / "cache").iterdir()
-    native.load_library.cache_clear()
-    monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
-    assert native.load_library() is not None
-    assert list((tmp_path / "cache").iterdir()) == [built]
-
-
-def test_rounding_error_of_the_statistics_is_small():
-    """fp32 sums over 8192 features with an outlier stay near float64's."""
-    if native.load_library() is None:
-        pytest.skip("no C++ compiler")
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(8, 1, 8192, generator=generator) * 0.01 + 0.3
-    x[:, :, 0] = 500.0
-    gain = torch.ones(8192)
-    z = rms_norm_dropout(x, gain, EPS, dropout_at("vpad", 8, 1))
-    hat = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
-    mean, variance = hat.mean(-1), hat.var(-1, unbiased=False)
-    alpha, beta = formula("vpad", mean, variance)
-    dropped = z[:, 0] - beta
-    assert math.isclose(dropped.abs().min(), 0.0, abs_tol=1e-6)
-    kept = (alpha[..., None] * hat + beta[..., None])[z > 1]
-    assert torch.allclose(z[z > 1].double(), kept, rtol=1e-5)
