@@ -194,6 +194,12 @@ def _check_tying(config: LengenConfig, model: Any) -> None:
     embedding = model.get_input_embeddings().weight
     shared = embedding.data_ptr() == model.get_output_embeddings().weight.data_ptr()
     tied = not config.untie_embeddings_and_output_weights
+    # transformers keeps a stored head apart even where the configuration says tied.
+    flag = bool(model.config.tie_word_embeddings)
+    if flag != tied:
+        raise VerificationError(
+            f"verification failed: tie_word_embeddings is {flag} in Hugging Face; expected {tied}"
+        )
     if shared != tied:
         raise VerificationError(
             f"verification failed: embedding and head {'share' if shared else 'do not share'} "
