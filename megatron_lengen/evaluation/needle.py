@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lengen.errors import require
-from megatron_lengen.evaluation.position_loss import mark_train_length
+from megatron_lengen.evaluation.position_loss import mark_train_length, read_documents
 from megatron_lengen.evaluation.results import load_pyplot
 
 if TYPE_CHECKING:
@@ -125,6 +125,21 @@ def make_samples(
         split = sum(takewhile(bool, same))
         samples.append(NeedleSample(tokens[:split], tokens[split:], example.value, example.depth))
     return samples
+
+
+def read_lines(path: str) -> list[str]:
+    """Lines for a haystack: those of all documents at `path` that are not blank.
+
+    Args:
+        path: as `position_loss.read_documents` takes it.
+
+    Raises:
+        BadInput: if it cannot be read or has no text.
+    """
+    lines = [line.rstrip() for text in read_documents([path]) for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    require(bool(lines), f"--haystack: {path} has no text")
+    return lines
 
 
 def _lines_for(lines: Sequence[str] | None, length: int, rng: random.Random) -> str | list[str]:

@@ -12,20 +12,13 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_lengen import __version__
 from megatron_lengen.errors import BadInput, missing_package
 
 RESULTS_NAME = "results.json"
 _PACKAGES = ("torch", "transformers", "megatron-core", "numpy")
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line (`BadInput`)."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message} (see {self.prog} --help)")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

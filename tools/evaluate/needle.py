@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.errors import BadInput, require, run_main
+from megatron_lengen.data.cli import Parser
+from megatron_lengen.errors import require, run_main
 from megatron_lengen.evaluation import results, sources
 
 
@@ -21,8 +22,8 @@ def lengths(text: str) -> list[int]:
     return sorted({results.positive(part.strip()) for part in text.split(",")})
 
 
-def build_parser() -> results.Parser:
-    parser = results.Parser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="needle.py",
         description="Recall of a number hidden in a text, by length and depth. Greedy answers; a "
         "sample scores if the number occurs in the output.",
@@ -47,8 +48,8 @@ def build_parser() -> results.Parser:
     )
     group.add_argument(
         "--haystack",
-        metavar="FILE",
-        help="text whose lines hide the needle (default: RULER's noise sentences)",
+        metavar="PATH",
+        help="text or .jsonl file whose lines hide the needle (default: RULER's noise sentences)",
     )
     group.add_argument(
         "--needles",
@@ -82,22 +83,11 @@ def build_parser() -> results.Parser:
     return parser
 
 
-def read_lines(path: str) -> list[str]:
-    """The lines of a UTF-8 text file that are not blank."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise BadInput(f"--haystack: {path} is not UTF-8 text") from error
-    lines = [line.strip() for line in lines if line.strip()]
-    require(bool(lines), f"--haystack: {path} has no text")
-    return lines
-
-
 def main() -> int:
     args = build_parser().parse_args()
     require(
-        args.haystack is None or Path(args.haystack).is_file(),
-        f"--haystack: found no file {args.haystack}",
+        args.haystack is None or Path(args.haystack).exists(),
+        f"--haystack: {args.haystack} does not exist",
     )
     source = sources.find_model(args.model, args.iteration, args.revision)
     settings = {
@@ -137,7 +127,7 @@ def evaluate(args: argparse.Namespace, source: sources.ModelSource, settings: di
     tokenizer = models.load_tokenizer(source, args.tokenizer)
     task = needle.NeedleTask(
         style=args.style,
-        haystack=read_lines(args.haystack) if args.haystack else None,
+        haystack=needle.read_lines(args.haystack) if args.haystack else None,
         digits=args.digits,
         needles=args.needles,
         key_words=args.key_words,

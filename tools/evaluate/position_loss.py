@@ -11,12 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_lengen.data.cli import Parser
 from megatron_lengen.errors import require, run_main
 from megatron_lengen.evaluation import results, sources
 
 
-def build_parser() -> results.Parser:
-    parser = results.Parser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="position_loss.py",
         description="Cross-entropy by position on long documents. Only documents with at least "
         "--max-length tokens count, cut to that length.",

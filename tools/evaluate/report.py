@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_lengen.data.cli import Parser
 from megatron_lengen.errors import require, run_main
 from megatron_lengen.evaluation import results
 
@@ -22,8 +23,8 @@ def named_folder(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def build_parser() -> results.Parser:
-    parser = results.Parser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="report.py",
         description="Set models side by side. Each folder holds position_loss/results.json, "
         "needle/results.json and metrics.jsonl, or some of them. An earlier report is replaced.",

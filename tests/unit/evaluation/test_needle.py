@@ -22,6 +22,7 @@ from megatron_lengen.evaluation.needle import (
     evaluate_samples,
     is_found,
     make_samples,
+    read_lines,
     summarize,
 )
 
@@ -111,8 +112,10 @@ def test_too_short_lengths_are_refused(characters):
 
 
 @pytest.mark.parametrize("style", ["niah", "pairs"])
-def test_haystacks_of_own_text(characters, style):
+def test_haystacks_of_own_text(tmp_path, characters, style):
     lines = [f"line {chr(97 + i)} of a text" for i in range(26)]
+    (tmp_path / "h.jsonl").write_text(json.dumps({"text": "\n\n".join(lines)}) + "\n")
+    assert read_lines(str(tmp_path / "h.jsonl")) == lines
     task = replace(TASK, style=style, haystack=lines, needles=2)
     samples = make_samples(characters, 700, 6, task)
     texts = [characters.decode(sample.prompt + sample.answer) for sample in samples]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from evaluation_models import llama
 
 from megatron_lengen.errors import BadInput
-from megatron_lengen.evaluation.model import EvaluationModel, prepare_model
+from megatron_lengen.evaluation.model import EvaluationModel, load_tokenizer, prepare_model
 from megatron_lengen.evaluation.position_loss import (
     doubling_spans,
     evaluate_position_loss,
@@ -23,6 +23,8 @@ from megatron_lengen.evaluation.position_loss import (
     summarize,
     windows,
 )
+from megatron_lengen.evaluation.results import finished_results
+from megatron_lengen.evaluation.sources import find_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -111,17 +113,27 @@ def test_broken_weights_are_reported(characters):
 
 
 def save_with_tokenizer(folder: Path) -> None:
-    """A Hugging Face folder with a tokenizer of single letters."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """A Hugging Face folder with a tokenizer of single letters that likes to add a start token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<unk>": 0, "<eos>": 1, **{chr(97 + i): i + 2 for i in range(26)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing("<eos> $A", None, [("<eos>", 1)])
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>"
     ).save_pretrained(folder)
     llama().save_pretrained(folder)
+
+
+def test_no_start_token_is_added(tmp_path):
+    from transformers import AutoTokenizer
+
+    save_with_tokenizer(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("abc")["input_ids"] == [1, 2, 3, 4]
+    tokenizer = load_tokenizer(find_model(str(tmp_path)))
+    assert long_documents(["abc" * 5], tokenizer, 4).rows == [[2, 3, 4, 2]]
 
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess:
@@ -150,4 +162,5 @@ def test_tool_writes_resumes_and_refuses(tmp_path):
     other = run_tool(*flags, "--max-length", "64")
     assert other.returncode == 2 and "max_length differ" in other.stderr
     assert other.stderr.count("\n") == 1 and "--force" in other.stderr
-    assert run_tool(*flags, "--max-length", "64", "--force").returncode == 0
+    assert finished_results(str(tmp_path / "out"), {"other": 1}, force=True) is None
+    assert finished_results(str(tmp_path / "new"), {"other": 1}, force=False) is None
