@@ -39,7 +39,7 @@ def naive_attention(
     Args and result as in `causal_attention`.
     """
     k, v = _repeat_heads(q, k), _repeat_heads(q, v)
-    scores = (q @ k.transpose(-2, -1)) * (scale or q.shape[-1] ** -0.5)
+    scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     mask = window_mask(q.shape[2], k.shape[2], window, q.device)
     return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) @ v
 
@@ -58,10 +58,17 @@ def causal_attention(
 
     Returns:
         [b, hq, sq, d], in q's dtype.
+
+    Raises:
+        ValueError: for heads, lengths or a window that do not fit each other.
     """
     sq, sk = q.shape[2], k.shape[2]
     if sq > sk:
         raise ValueError(f"more queries ({sq}) than keys ({sk})")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads")
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} keys")
     if window is not None and window >= sk:
         window = None
     if sq == 1:
