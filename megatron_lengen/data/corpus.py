@@ -14,7 +14,7 @@ import platform
 import random
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def _topics_text(source: str) -> str:
 def make_corpus(
     seed: int,
     needles: NeedleSettings,
-    encode: Callable[[str], Sequence[object]] = approximate_encode,
+    encode: Callable[[str], Sized] = approximate_encode,
     root: Path | None = None,
 ) -> Corpus:
     """Split the standard library and add needle documents; the same for the same arguments.
@@ -172,7 +172,7 @@ def _needle_documents(
     rng: random.Random,
     texts: Sequence[str],
     settings: NeedleSettings,
-    encode: Callable[[str], Sequence[object]],
+    encode: Callable[[str], Sized],
 ) -> list[str]:
     """Documents of `settings.share` of all characters, with lines of `texts` as their haystacks."""
     wanted = settings.share / (1 - settings.share) * _chars(texts)
@@ -189,9 +189,7 @@ def _needle_documents(
     return documents
 
 
-def _styles(
-    length: int, settings: NeedleSettings, encode: Callable[[str], Sequence[object]]
-) -> list[str]:
+def _styles(length: int, settings: NeedleSettings, encode: Callable[[str], Sized]) -> list[str]:
     """The styles that `settings` wants and `length` has room for."""
     wanted = ["pairs", "niah"] if settings.style == "mixed" else [settings.style]
     possible = []
@@ -215,7 +213,7 @@ def _needle_document(
     length: int,
     style: str,
     settings: NeedleSettings,
-    encode: Callable[[str], Sequence[object]],
+    encode: Callable[[str], Sized],
 ) -> str:
     """One document. Its haystack starts at a random line, and needs at most a line for 4 tokens."""
     if style == "niah":

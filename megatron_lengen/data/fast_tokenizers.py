@@ -57,7 +57,7 @@ def fast_from_sentencepiece(data: bytes) -> Any:
         )
     unknown = next(i for i, (_, _, kind) in enumerate(model.pieces) if kind == UNKNOWN)
     if model.model_type == UNIGRAM:
-        core = models.Unigram(
+        core: Any = models.Unigram(
             _unigram_scores(model), unk_id=unknown, byte_fallback=model.byte_fallback
         )
     else:

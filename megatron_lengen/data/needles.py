@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 
 from megatron_lengen.errors import BadInput, require
@@ -112,7 +112,7 @@ class _Plan:
 
 def needle_example(
     rng: random.Random,
-    encode: Callable[[str], Sequence[int]],
+    encode: Callable[[str], Sized],
     length: int,
     haystack: str | Sequence[str] = "noise",
     *,
@@ -200,7 +200,7 @@ def _haystack_lines(haystack: str | Sequence[str]) -> list[list[str]]:
     return lines
 
 
-def _fill(plan: _Plan, encode: Callable[[str], Sequence[int]], length: int) -> int:
+def _fill(plan: _Plan, encode: Callable[[str], Sized], length: int) -> int:
     """The most pieces of haystack with which the example has at most `length` tokens."""
 
     def size(pieces: int) -> int:
