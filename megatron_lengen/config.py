@@ -144,6 +144,13 @@ class LengenConfig(TransformerConfig):
         if self.transformer_impl == "auto":
             usable = torch.cuda.is_available() and have_transformer_engine()
             self.transformer_impl = "transformer_engine" if usable else "local"
+        if self.virtual_pipeline_model_parallel_size is not None:
+            # Batched messages of two chunks mix up where a pipeline has only two stages.
+            self.overlap_p2p_comm, self.batch_p2p_comm = True, False
+        # Weights are drawn by name after the build (models.weights); Megatron still has to mark
+        # which parameters are sharded, which it does only where it initializes.
+        self.init_method = self.output_layer_init_method = _leave_weights
+        self.embedding_init_method = _leave_weights
         try:
             super().__post_init__()
         except (ValueError, AssertionError) as error:
@@ -212,13 +219,15 @@ class LengenConfig(TransformerConfig):
             ("--tensor-model-parallel-size", self.tensor_model_parallel_size),
             ("--pipeline-model-parallel-size", self.pipeline_model_parallel_size),
             ("--make-vocab-size-divisible-by", self.make_vocab_size_divisible_by),
+            ("--ffn-hidden-size", self.ffn_hidden_size),
+            ("--num-query-groups", self.num_query_groups),
+            ("--kv-channels", self.kv_channels),
         ):
-            require(value >= 1, f"{flag}: found {value}; allowed: 1 or more")
+            require(value is None or value >= 1, f"{flag}: found {value}; allowed: 1 or more")
         heads, tp = self.num_attention_heads, self.tensor_model_parallel_size
         if self.kv_channels is None:
             _divides("--hidden-size", self.hidden_size, "--num-attention-heads", heads)
         groups = self.num_query_groups or heads
-        require(groups >= 1, f"--num-query-groups: found {groups}; allowed: 1 or more")
         _divides("--num-attention-heads", heads, "--num-query-groups", groups)
         _divides("--num-attention-heads", heads, "--tensor-model-parallel-size", tp)
         require(
@@ -234,6 +243,11 @@ class LengenConfig(TransformerConfig):
             _divides("--seq-length", self.seq_length, "--tensor-model-parallel-size", tp)
         stages = self.pipeline_model_parallel_size
         chunks = self.virtual_pipeline_model_parallel_size or 1
+        require(
+            chunks == 1 or stages > 1,
+            f"--num-virtual-stages-per-pipeline-rank: found {chunks}; needs "
+            "--pipeline-model-parallel-size above 1",
+        )
         if self.pipeline_model_parallel_layout is None and not (
             self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage
         ):
@@ -252,6 +266,24 @@ class LengenConfig(TransformerConfig):
             self.position_embedding_type in ("rope", "none"),
             f"--position-embedding-type: found {self.position_embedding_type}; "
             "allowed: rope, none",
+        )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for flag, value, fits, allowed in (
+            ("--vocab-size", self.vocab_size, self.vocab_size >= 0, "1 or more"),
+            ("--norm-epsilon", self.layernorm_epsilon, self.layernorm_epsilon > 0, "above 0"),
+            ("--init-method-std", self.init_method_std, self.init_method_std >= 0, "0 or more"),
+            ("--rotary-base", self.rotary_base, self.rotary_base > 0, "above 0"),
+            ("--rotary-percent", self.rotary_percent, 0 < self.rotary_percent <= 1, "(0, 1]"),
+        ):
+            require(fits, f"{flag}: found {value}; allowed: {allowed}")
+        channels = self.kv_channels or self.hidden_size // self.num_attention_heads
+        rotated = int(channels * self.rotary_percent)
+        require(
+            self.position_embedding_type != "rope" or (rotated > 0 and rotated % 2 == 0),
+            f"--kv-channels: found {channels} per head, {rotated} of them rotary; "
+            "allowed: an even number of rotary channels",
         )
 
     def _check_windows(self) -> None:
@@ -276,12 +308,12 @@ class LengenConfig(TransformerConfig):
             )
             self.window_size = (self.sliding_window - 1, 0)
         if self.window_size is not None:
-            left, right = self.window_size
             require(
-                left >= 0 and right == 0,
-                f"--window-size: found {left},{right}; allowed: W-1,0 for a window of W keys",
+                len(self.window_size) == 2 and self.window_size[0] >= 0 == self.window_size[1],
+                f"--window-size: found {','.join(map(str, self.window_size))}; "
+                "allowed: W-1,0 for a window of W keys",
             )
-            self.sliding_window = left + 1
+            self.sliding_window = self.window_size[0] + 1
         require(
             self.window_size is not None or self.window_attn_skip_freq is None,
             "--window-attn-skip-freq: needs --sliding-window",
@@ -289,16 +321,16 @@ class LengenConfig(TransformerConfig):
 
     def _check_dropout(self) -> None:
         # Imported here: the registry is arithmetic and stays importable without this module.
-        from megatron_lengen.ops.variants import variant_names
+        from megatron_lengen.ops.variants import get_variant, variant_names
 
         names = ("none", *variant_names())
         require(
             self.dropout_variant in names,
             f"--dropout-variant: found {self.dropout_variant}; allowed: {', '.join(names)}",
         )
-        rate, steps = self.dropout_rate, round(RATE_STEPS * self.dropout_rate)
+        rate = self.dropout_rate
         require(
-            rate == 0 or 1 <= steps < RATE_STEPS,
+            rate == 0 or (0 < rate < 1 and 1 <= round(RATE_STEPS * rate) < RATE_STEPS),
             f"--dropout-rate: found {rate}; allowed: 0, or {1 / RATE_STEPS:.2g} up to below 1",
         )
         require(
@@ -316,8 +348,10 @@ class LengenConfig(TransformerConfig):
             )
         if self.dropout_letters:
             require(
-                self.dropout_variant != "pre_norm",
-                "--dropout-apply-to: pre_norm acts on the sublayer outputs, not on projections",
+                self.dropout_variant == "none"
+                or get_variant(self.dropout_variant).placement == "after_norm",
+                f"--dropout-apply-to: {self.dropout_variant} acts on the sublayer outputs, "
+                "not on projections",
             )
             require(
                 self.gated_linear_unit or not {"g"} & set(self.dropout_letters),
@@ -355,6 +389,10 @@ class LengenConfig(TransformerConfig):
             self.num_moe_experts is None,
             f"--num-experts: found {self.num_moe_experts}; mixtures of experts are not available",
         )
+
+
+def _leave_weights(weight: torch.Tensor) -> None:
+    """An initialization that changes nothing."""
 
 
 def _divides(name: str, value: int, by_name: str, by: int) -> None:

@@ -149,8 +149,6 @@ def _model(given: dict[str, Any], tokenizer: Tokenizer) -> LengenConfig:
         activation_func=F.silu if values.get("gated_linear_unit") else F.gelu,
         # Sum of losses over sum of tokens, however rows are split into micro-batches and ranks.
         calculate_per_token_loss=True,
-        # Weights are drawn by name after the build (models.weights).
-        perform_initialization=False,
     )
     _recomputation(values)
     return LengenConfig(**values)
