@@ -69,18 +69,26 @@ def model_card(title: str, info: Mapping[str, Any], hf: Mapping[str, Any]) -> st
     source = info.get("source", {}).get("name")
     lines += [f"Weights come from `{source}`.", ""] if source else []
     lines += ["## Attention", "", *_attention(hf), ""]
-    arguments = info.get("arguments", {})
+    arguments = _flat(info.get("arguments", {}))
     rows = [(key, arguments.get(key)) for key in _SETTINGS]
     rows = [(key, value) for key, value in rows if value not in (None, "", [])]
     if rows:
         lines += ["## Training settings", "", "| setting | value |", "|---|---|"]
         lines += [f"| {key} | {value} |" for key, value in rows]
         lines += [""]
-    versions = info.get("versions", {})
+    versions = {name: number for name, number in info.get("versions", {}).items() if number}
     if versions:
         listed = ", ".join(f"{name} {number}" for name, number in versions.items())
         lines += ["## Versions", "", f"Written by {listed}.", ""]
     return "\n".join(lines)
+
+
+def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name alone; a checkpoint groups them by what they set up."""
+    out: dict[str, Any] = {}
+    for key, value in arguments.items():
+        out.update(_flat(value) if isinstance(value, Mapping) else {key: value})
+    return out
 
 
 def _attention(hf: Mapping[str, Any]) -> list[str]:

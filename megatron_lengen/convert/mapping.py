@@ -131,8 +131,8 @@ def _cut_vocabulary(tensor: Tensor, config: LengenConfig) -> Sequence[Tensor]:
 def pad_vocabulary(tensor: Tensor, config: LengenConfig) -> Tensor:
     """[at least V, h] -> [P, h]: the vocabulary's rows, then rows of zeros."""
     (rows,) = _cut_vocabulary(tensor, config)
-    zeros = rows.new_zeros(config.padded_vocab_size - config.vocab_size, *rows.shape[1:])
-    return torch.cat([rows, zeros], dim=0)
+    extra = config.padded_vocab_size - config.vocab_size
+    return torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])], dim=0) if extra else rows
 
 
 def _rows(tensor: Tensor, expected: int) -> None:

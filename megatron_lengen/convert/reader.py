@@ -23,14 +23,17 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron_lengen.checkpoint_folder import (
+    DESCRIPTION,
+    FORMAT,
+    RELEASE,
+    TOKENIZER,
+    TRACKER,
+    iteration_folder,
+)
 from megatron_lengen.config import LengenConfig, config_from_architecture
 from megatron_lengen.errors import BadInput, require
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-INFO = "lengen.json"
-TOKENIZER = "tokenizer"
-FORMAT = 1
 # Everything else in a checkpoint (optimizer states, RNG states, counters) is not the model.
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 
@@ -130,15 +133,16 @@ def find_iteration(load: str | Path, iteration: int | str | None = None) -> Path
     """
     folder = Path(load)
     require(folder.is_dir(), f"--load: {folder} is not a folder")
-    if (folder / ".metadata").exists() or (folder / INFO).exists():
-        named = iteration is None or folder.resolve().name == _folder_name(iteration)
+    if (folder / ".metadata").exists() or (folder / DESCRIPTION).exists():
+        own = folder.resolve()
+        named = iteration is None or own == _iteration(own.parent, iteration)
         require(named, f"--iteration: found {iteration}; --load is the iteration {folder.name}")
         return folder
     present = sorted(p.name for p in folder.glob("iter_*") if re.fullmatch(r"iter_\d+", p.name))
     present += [RELEASE] if (folder / RELEASE).is_dir() else []
     there = f"there: {', '.join(present) or 'no iterations'}"
     if iteration is not None:
-        chosen = folder / _folder_name(iteration)
+        chosen = _iteration(folder, iteration)
         require(chosen.is_dir(), f"--iteration: found {iteration}; {folder}: {there}")
         return chosen
     tracker = folder / TRACKER
@@ -146,13 +150,13 @@ def find_iteration(load: str | Path, iteration: int | str | None = None) -> Path
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     known = text == RELEASE or text.isdecimal()
     require(known, f"{tracker}: found {text!r}; give --iteration N; {there}")
-    chosen = folder / _folder_name(text)
+    chosen = _iteration(folder, text)
     require(chosen.is_dir(), f"{tracker}: names {chosen.name}, which is missing; {there}")
     return chosen
 
 
-def _folder_name(iteration: int | str) -> str:
-    return RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}"
+def _iteration(root: Path, iteration: int | str) -> Path:
+    return root / RELEASE if iteration == RELEASE else iteration_folder(root, int(iteration))
 
 
 def open_checkpoint(load: str | Path, iteration: int | str | None = None) -> Checkpoint:
@@ -177,7 +181,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     Raises:
         BadInput: if it is missing, damaged or of another format.
     """
-    path = folder / INFO
+    path = folder / DESCRIPTION
     require(path.exists(), f"{path}: missing; not a checkpoint of megatron_lengen")
     try:
         info = json.loads(path.read_text(encoding="utf-8"))

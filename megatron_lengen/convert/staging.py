@@ -1,4 +1,4 @@
-"""Folders and files that appear whole or not at all.
+"""Folders that appear whole or not at all.
 
 Everything is written beside the target under a hidden name and renamed at the end, so that a run
 that dies half-way leaves nothing at the name that others read.
@@ -75,10 +75,3 @@ def _publish(staging: Path, target: Path) -> None:
     os.rename(target, previous)
     os.rename(staging, target)
     shutil.rmtree(previous)
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Replace the file's content in one step."""
-    partial = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

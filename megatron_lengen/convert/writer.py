@@ -21,16 +21,18 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_lengen.config import LengenConfig
-from megatron_lengen.convert.reader import (
+from megatron_lengen.checkpoint_folder import (
+    DESCRIPTION,
     FORMAT,
-    INFO,
     RELEASE,
     TOKENIZER,
     TRACKER,
-    single_process,
+    write_tracker,
 )
-from megatron_lengen.convert.staging import staged_folder, write_text_atomically
+from megatron_lengen.compat import versions
+from megatron_lengen.config import LengenConfig
+from megatron_lengen.convert.reader import single_process
+from megatron_lengen.convert.staging import staged_folder
 from megatron_lengen.errors import require
 
 
@@ -116,7 +118,7 @@ def write_release(
     tracker = save / TRACKER
     taken = tracker.exists() and not force
     require(not taken, f"--save: {save} holds a checkpoint already; allowed: a new folder, --force")
-    with staged_folder(save / RELEASE, force, marker=INFO) as folder:
+    with staged_folder(save / RELEASE, force, marker=DESCRIPTION) as folder:
         write_tensors(folder, metas, fetch)
         if write_tokenizer is not None:
             (folder / TOKENIZER).mkdir()
@@ -132,23 +134,8 @@ def write_release(
             **(details or {}),
         }
         text = json.dumps(info, indent=2) + "\n"
-        (folder / INFO).write_text(text, encoding="utf-8")
+        (folder / DESCRIPTION).write_text(text, encoding="utf-8")
         if check is not None:
             check(folder)
-    write_text_atomically(tracker, RELEASE)
+    write_tracker(save, RELEASE)
     return save / RELEASE
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that wrote a file."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from megatron_lengen import __version__
-
-    found = {"megatron_lengen": __version__}
-    for package in ("torch", "megatron-core", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -146,11 +146,8 @@ def test_the_card_tells_how_it_was_trained(checkpoint_folder, tmp_path):
     note = copy / "release" / "lengen.json"
     info = json.loads(note.read_text())
     info["arguments"] = {
-        "lr": 2e-5,
-        "dropout_variant": "vpad",
-        "dropout_rate": 0.3,
-        "data_path": ["/home/someone/secret"],
-        "dropout_layers": None,
+        "training": {"lr": 2e-5, "data_path": ["/home/someone/secret"]},
+        "model": {"dropout_variant": "vpad", "dropout_rate": 0.3, "dropout_layers": None},
     }
     note.write_text(json.dumps(info))
     checkpoint_to_hf(copy, tmp_path / "my-model", verify=False, report=silent)
