@@ -82,8 +82,8 @@ def test_tied_weights_can_be_untied_on_import(hf_folder, tmp_path):
 
 def test_biases_go_round(tmp_path):
     random_smollm3(tmp_path / "hf", attention_bias=True, mlp_bias=True)
-    hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", verify=False, report=silent)
-    checkpoint_to_hf(tmp_path / "c", tmp_path / "o", verify=False, report=silent)
+    hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", report=silent)
+    checkpoint_to_hf(tmp_path / "c", tmp_path / "o", report=silent)
     before, after = weights(tmp_path / "hf"), weights(tmp_path / "o")
     assert before.keys() == after.keys() and "model.layers.0.mlp.up_proj.bias" in after
     assert all(torch.equal(before[name], after[name]) for name in before)
