@@ -386,6 +386,10 @@ class LengenConfig(TransformerConfig):
             f"--context-parallel-size: found {self.context_parallel_size}; allowed: 1",
         )
         require(
+            "layernorm" not in (self.recompute_modules or ()) or have_transformer_engine(),
+            "--recompute-modules: found layernorm; recomputing norms needs Transformer Engine",
+        )
+        require(
             self.num_moe_experts is None,
             f"--num-experts: found {self.num_moe_experts}; mixtures of experts are not available",
         )

@@ -87,12 +87,17 @@ REFUSED = [
     ({"normalization": "LayerNorm"}, "--normalization: found LayerNorm"),
     ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
     ({"recompute_granularity": "half"}, "half"),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        "--recompute-modules: found layernorm",
+    ),
     ({"bf16": True, "fp16": True}, "bf16"),
 ]
 
 
 @pytest.mark.parametrize("changes, message", REFUSED, ids=str)
-def test_what_cannot_work_is_refused_in_one_line(changes, message):
+def test_what_cannot_work_is_refused_in_one_line(monkeypatch, changes, message):
+    monkeypatch.setattr("megatron_lengen.config.have_transformer_engine", lambda: False)
     with pytest.raises(BadInput, match=message) as caught:
         tiny_config(**changes)
     assert "\n" not in str(caught.value)
