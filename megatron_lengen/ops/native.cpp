@@ -16,6 +16,9 @@ namespace {
 constexpr int LANES = 16;  // Philox calls computed side by side
 constexpr int VALUES = 8;  // 16-bit values per call
 
+using Words = uint32_t __attribute__((vector_size(16)));
+using Pairs = uint64_t __attribute__((vector_size(16)));
+
 struct Call {
     int64_t rows, d, batch, first_channel, blocks;
     uint64_t key;
@@ -98,11 +101,28 @@ class MaskRow {
             k0 += 0x9E3779B9u;
             k1 += 0xBB67AE85u;
         }
-        for (int i = 0; i < LANES; ++i) {
-            out[4 * i] = c0[i];
-            out[4 * i + 1] = c1[i];
-            out[4 * i + 2] = c2[i];
-            out[4 * i + 3] = c3[i];
+        interleave(c0, c1, c2, c3, out);
+    }
+
+    // out = c0[0] c1[0] c2[0] c3[0] c0[1] ... in whole vectors: narrow or scattered stores would
+    // stall the wide loads that follow.
+    static void interleave(const uint32_t *c0, const uint32_t *c1, const uint32_t *c2,
+                           const uint32_t *c3, uint32_t *out) {
+        for (int i = 0; i < LANES; i += 4) {
+            Words a, b, c, d;
+            std::memcpy(&a, c0 + i, sizeof a);
+            std::memcpy(&b, c1 + i, sizeof b);
+            std::memcpy(&c, c2 + i, sizeof c);
+            std::memcpy(&d, c3 + i, sizeof d);
+            const Pairs ab_low = (Pairs)__builtin_shufflevector(a, b, 0, 4, 1, 5);
+            const Pairs ab_high = (Pairs)__builtin_shufflevector(a, b, 2, 6, 3, 7);
+            const Pairs cd_low = (Pairs)__builtin_shufflevector(c, d, 0, 4, 1, 5);
+            const Pairs cd_high = (Pairs)__builtin_shufflevector(c, d, 2, 6, 3, 7);
+            const Pairs calls[4] = {__builtin_shufflevector(ab_low, cd_low, 0, 2),
+                                    __builtin_shufflevector(ab_low, cd_low, 1, 3),
+                                    __builtin_shufflevector(ab_high, cd_high, 0, 2),
+                                    __builtin_shufflevector(ab_high, cd_high, 1, 3)};
+            std::memcpy(out + 4 * i, calls, sizeof calls);
         }
     }
 
