@@ -1,0 +1,159 @@
+"""The same numbers on every layout: parallel sizes, micro-batches, recomputation, optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from launcher import Run, curve, dumps, train
+
+STEPS = "--train-iters 20"
+LOSS, NORM = 1e-5, 1e-4  # relative
+
+# Dropout of each kind: at the norm, on the sublayers' outputs, at every projection.
+DROPOUT = {
+    "vpad": "--dropout-variant vpad --dropout-rate 0.3",
+    "pre_norm": "--dropout-variant pre_norm --dropout-rate 0.1",
+    "everywhere": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d",
+    "attached": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d"
+    " --dropout-no-detach-alpha --dropout-no-detach-beta",
+}
+TP = "--tensor-model-parallel-size 2"
+SP = f"{TP} --sequence-parallel"
+PP = "--pipeline-model-parallel-size 2"
+FULL = "--recompute-granularity full"
+SELECTIVE = "--recompute-granularity selective"
+DISTRIBUTED = "--use-distributed-optimizer"
+
+# layout -> (processes, flags, kinds of dropout to train with)
+LAYOUTS = {
+    "mbs1": (1, "--micro-batch-size 1", ("vpad",)),
+    "mbs4": (1, "--micro-batch-size 4", ("vpad", "attached")),
+    "distributed": (1, DISTRIBUTED, ("vpad",)),
+    "tp": (2, TP, ("vpad", "pre_norm", "everywhere", "attached")),
+    "sp": (2, SP, ("vpad", "pre_norm", "everywhere", "attached")),
+    "pp": (2, PP, ("vpad", "pre_norm", "everywhere")),
+    "vpp": (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2", ("vpad",)),
+    "dp": (2, "", ("vpad", "pre_norm", "everywhere")),
+    "dp-distributed": (2, f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather", ("vpad",)),
+    "sp-pp": (4, f"{SP} {PP}", ("vpad", "attached")),
+    "tp-dp": (4, f"{TP} {DISTRIBUTED}", ("vpad", "everywhere")),
+}
+# layout -> (processes, flags): each also with recomputation, which must change no bit.
+RECOMPUTED = {"single": (1, ""), "sp": (2, SP), "pp": (2, PP)}
+SINGLE_STEP = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0"
+
+
+def all_runs(processes: int) -> list[Run]:
+    runs = []
+    if processes == 1:
+        runs += [Run(f"single-{kind}", f"{STEPS} {flags}") for kind, flags in DROPOUT.items()]
+        runs += [Run("step-single", SINGLE_STEP, dump=True)]
+        runs += [Run("step-vpad-single", f"{SINGLE_STEP} {DROPOUT['vpad']}", dump=True)]
+    for layout, (needed, flags, kinds) in LAYOUTS.items():
+        if needed == processes:
+            runs += [Run(f"{layout}-{k}", f"{STEPS} {flags} {DROPOUT[k]}") for k in kinds]
+    for layout, (needed, flags) in RECOMPUTED.items():
+        for kind in ("vpad", "everywhere") if needed == processes else ():
+            for how, recompute in (("full", FULL), ("selective", SELECTIVE)):
+                name = f"{layout}-{kind}-{how}"
+                runs.append(Run(name, f"{STEPS} {flags} {recompute} {DROPOUT[kind]}"))
+    if processes == 2:
+        for layout, flags in (("tp", TP), ("sp", SP), ("pp", PP)):
+            runs += [
+                Run(f"step-{layout}", f"{SINGLE_STEP} {flags}", dump=True),
+                Run(f"step-vpad-{layout}", f"{SINGLE_STEP} {flags} {DROPOUT['vpad']}", dump=True),
+                Run(f"five-{layout}", f"--train-iters 5 {flags} {DROPOUT['vpad']}", dump=True),
+            ]
+        runs.append(Run("five-dp", f"--train-iters 5 {DROPOUT['vpad']}", dump=True))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Metrics and dumps of every run."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for processes in (1, 2, 4):
+        train(folder, processes, all_runs(processes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layout, kind", [(layout, k) for layout, (_, _, kinds) in LAYOUTS.items() for k in kinds]
+)
+def test_losses_and_gradient_norms_agree(folder, layout, kind):
+    expected, found = folder / f"single-{kind}.jsonl", folder / f"{layout}-{kind}.jsonl"
+    assert len(curve(found)) == 20
+    torch.testing.assert_close(curve(found), curve(expected), rtol=LOSS, atol=0)
+    norms = curve(found, "grad_norm"), curve(expected, "grad_norm")
+    torch.testing.assert_close(*norms, rtol=NORM, atol=0)
+
+
+def test_the_comparison_can_fail(folder):
+    """Kinds of dropout differ far beyond the tolerance, so equal curves say something."""
+    curves = [curve(folder / f"single-{kind}.jsonl") for kind in ("vpad", "pre_norm", "everywhere")]
+    for other in curves[1:]:
+        assert ((curves[0] - other).abs() / other).max() > 100 * LOSS
+    norms = [curve(folder / f"single-{kind}.jsonl", "grad_norm") for kind in DROPOUT]
+    assert (norms[2] - norms[3]).abs().max() > 100 * NORM  # detached or not
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["vpad", "everywhere"])
+@pytest.mark.parametrize("layout", RECOMPUTED)
+def test_recomputation_changes_no_bit(folder, layout, kind, how):
+    """Report 5 of the field: recomputing must replay the forward's masks."""
+    plain, recomputed = folder / f"{layout}-{kind}.jsonl", folder / f"{layout}-{kind}-{how}.jsonl"
+    assert torch.equal(curve(plain), curve(recomputed))
+    assert torch.equal(curve(plain, "grad_norm"), curve(recomputed, "grad_norm"))
+
+
+def assembled(folder: Path, name: str, what: str) -> dict[str, torch.Tensor]:
+    """Full tensors from the two ranks' dumps."""
+    ranks = dumps(folder, name, 2)
+    full = {}
+    for rank in ranks:
+        for key, dimension in rank["shards"].items():
+            parts = [r[what][key] for r in ranks if key in r[what]]
+            if len(parts) == 2 and dimension is not None and not name.endswith("pp"):
+                if ".linear_fc1." in key:  # gate and up rows of each rank
+                    halves = [part.chunk(2) for part in parts]
+                    full[key] = torch.cat([half[i] for i in (0, 1) for half in halves])
+                else:
+                    full[key] = torch.cat(parts, dimension)
+            else:
+                full[key] = parts[0]
+    return full
+
+
+@pytest.mark.parametrize("layout", ["tp", "sp", "pp"])
+@pytest.mark.parametrize("kind", ["", "vpad-"])
+def test_every_gradient_is_that_of_one_process(folder, layout, kind):
+    (single,) = dumps(folder, f"step-{kind}single", 1)
+    found = assembled(folder, f"step-{kind}{layout}", "gradients")
+    assert found.keys() == single["gradients"].keys()
+    for name, expected in single["gradients"].items():
+        rows = min(len(expected), len(found[name]))  # padding of the vocabulary differs
+        scale = expected.abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(
+            found[name][:rows], expected[:rows], rtol=0, atol=2e-6 * scale, msg=name
+        )
+
+
+@pytest.mark.parametrize("layout", ["tp", "sp", "dp"])
+def test_replicas_stay_bitwise_equal(folder, layout):
+    """Norm gains and, under data parallelism, everything: after five steps with dropout."""
+    one, other = dumps(folder, f"five-{layout}", 2)
+    replicated = [n for n, dim in one["shards"].items() if dim is None or layout == "dp"]
+    assert any("layernorm" in name for name in replicated)
+    for name in replicated:
+        assert torch.equal(one["parameters"][name], other["parameters"][name]), name
+        assert layout == "dp" or not torch.all(one["parameters"][name] == 1), name
+
+
+def test_tied_tables_stay_equal_over_pipeline_stages(folder):
+    one, other = dumps(folder, "five-pp", 2)
+    table = "embedding.word_embeddings.weight"
+    assert torch.equal(one["parameters"][table], other["parameters"][table])
