@@ -18,7 +18,7 @@ from norm_reference import (
 from torch import Tensor
 
 from megatron_lengen.ops import variants
-from megatron_lengen.ops.mask import MaskCoordinates
+from megatron_lengen.ops.mask import MaskCoordinates, mask_values
 from megatron_lengen.ops.rmsnorm import (
     Dropout,
     affine_dropout,
@@ -254,6 +254,31 @@ def test_dropped_elements_pass_no_gradient(path, dtype):
     kept = mask_at(6, 2, 100) != 0
     assert torch.equal(z != 0, kept)
     assert torch.equal(x.grad != 0, kept)
+
+
+@pytest.mark.parametrize("steps, kept", [(0, True), (1, False)])
+def test_an_element_is_dropped_below_the_threshold_and_kept_at_it(path, steps, kept):
+    where = MaskCoordinates(5, torch.tensor([1]), torch.tensor([2]), 0, 0)
+    values = mask_values(where, 64)
+    for channel in (0, 7, 40):
+        rate = (int(values[0, 0, channel]) + steps) / 65536
+        x = torch.ones(1, 1, 64, requires_grad=True)
+        z = affine_dropout(x, Dropout("pre_linear", rate, where))
+        z.sum().backward()
+        assert bool(z[0, 0, channel] != 0) is kept
+        assert bool(x.grad[0, 0, channel] != 0) is kept
+
+
+def test_derivatives_of_alpha_use_the_same_threshold(path):
+    where = MaskCoordinates(5, torch.tensor([1]), torch.tensor([2]), 0, 0)
+    rate = int(mask_values(where, 64)[0, 0, 7]) / 65536
+    dropout = Dropout("vpad", rate, where, detach_alpha=False, detach_beta=False)
+    results = []
+    for function in (norm_dropout, rms_norm_dropout):
+        x, gain, dz = tensors(1, 1, 64, torch.float32)
+        function(x, gain, EPS, dropout).backward(dz)
+        results.append(x.grad)
+    assert_near(results[1], results[0].double(), torch.float32)
 
 
 @pytest.mark.parametrize("rows, d", [(1, 2048), (7, 8192), (65536, 64)])
