@@ -1,0 +1,50 @@
+# Sourced by the recipes: small steps that are skipped where their result is there already, so that
+# an interrupted recipe, started again, goes on where it was.
+#   DRY_RUN=1   print the commands and run nothing
+
+COMMON_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$COMMON_DIR/environment.sh"
+
+# headline TEXT: what comes next, with the time since the recipe started.
+headline() {
+    printf '\n== [%d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"
+}
+
+# run COMMAND...: print a command, and run it unless DRY_RUN=1.
+run() {
+    printf '+'
+    printf ' %q' "$@"
+    printf '\n'
+    [ "${DRY_RUN:-0}" = 1 ] || "$@"
+}
+
+# python_tool SCRIPT ARGS...: run a script of this repository.
+python_tool() {
+    run "$PYTHON" "$LENGEN_ROOT/$1" "${@:2}"
+}
+
+# train ARGS...: pretrain_gpt.py on the processes that the environment describes (see launch.sh).
+train() {
+    if [ "${DRY_RUN:-0}" = 1 ]; then
+        printf '+ bash examples/common/launch.sh pretrain_gpt.py'
+        printf ' %q' "$@"
+        printf '\n'
+    else
+        bash "$COMMON_DIR/launch.sh" "$LENGEN_ROOT/pretrain_gpt.py" "$@"
+    fi
+}
+
+# has_checkpoint FOLDER: whether a run can continue there.
+has_checkpoint() {
+    [ -s "$1/latest_checkpointed_iteration.txt" ]
+}
+
+# is_finished FOLDER ITERATIONS: whether a run has saved its last iteration.
+is_finished() {
+    [ "$(cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null)" = "$2" ]
+}
+
+# main_node: whether this node does what is done once (data, conversion, evaluation).
+main_node() {
+    [ "${NODE_RANK:-${SLURM_NODEID:-0}}" = 0 ]
+}
