@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
+from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import versions
 from megatron_lengen.config import ARCHITECTURE_FIELDS, LengenConfig
 from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lengen.errors import BadInput, is_first_rank, require
 from megatron_lengen.runtime import distributed
-from megatron_lengen import checkpoint_folder
 from megatron_lengen.training import flags
 from megatron_lengen.training.settings import TrainingSettings
 
@@ -141,6 +141,11 @@ def _model(given: dict[str, Any], tokenizer: Tokenizer) -> LengenConfig:
         vocabulary >= tokenizer.vocab_size,
         f"--vocab-size: found {vocabulary}; allowed: the tokenizer's {tokenizer.vocab_size} "
         "or more",
+    )
+    require(
+        values.get("dropout_variant", "none") == "none" or "dropout_rate" in values,
+        f"--dropout-rate: not given with --dropout-variant {values.get('dropout_variant')}; "
+        "allowed: a probability",
     )
     dtype = torch.bfloat16 if values.get("bf16") else torch.float32
     values.update(
