@@ -114,6 +114,9 @@ class LengenConfig(TransformerConfig):
     dropout_variant: str = "none"
     """Member of the dropout family: none, pre_norm, pre_linear, vpad, or a registered one."""
 
+    dropout_variant_file: str | None = None
+    """Python file that registers variants of your own (ops.variants.register_variant)."""
+
     dropout_rate: float = 0.0
     """Probability p of dropping an element; the exact rate is round(65536 p) / 65536."""
 
@@ -321,8 +324,16 @@ class LengenConfig(TransformerConfig):
 
     def _check_dropout(self) -> None:
         # Imported here: the registry is arithmetic and stays importable without this module.
-        from megatron_lengen.ops.variants import get_variant, variant_names
+        from megatron_lengen.ops.variants import get_variant, load_variant_file, variant_names
 
+        if self.dropout_variant_file is not None:
+            try:
+                load_variant_file(self.dropout_variant_file)
+            except Exception as error:  # a file of the user's raises whatever it likes
+                raise BadInput(
+                    f"--dropout-variant-file: cannot use {self.dropout_variant_file} "
+                    f"({type(error).__name__}: {error})"
+                ) from error
         names = ("none", *variant_names())
         require(
             self.dropout_variant in names,

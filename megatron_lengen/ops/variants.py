@@ -6,14 +6,17 @@ returning the coefficients alpha and beta of every row. Registering one makes it
 
     @register_variant("mean_only")
     def mean_only(mean, variance, rate):
-        return torch.full_like(mean, 1.0), mean * rate
+        return 1.0, mean * rate
 
-Placement is part of a variant: "after_norm" variants act between the normalization (its gain
+`--dropout-variant-file FILE` runs such a file. Placement is part of a variant: "after_norm" variants act between the normalization (its gain
 included) and the linear projection; "before_residual" ones on the sublayer's output.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import types
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -61,6 +64,24 @@ def register_variant(
         return function
 
     return register
+
+
+def load_variant_file(path: str) -> None:
+    """Run a Python file that registers variants; a file that was run already is not run again.
+
+    Raises:
+        OSError: if the file cannot be read.
+        Exception: whatever the file itself raises.
+    """
+    name = f"{__name__}.{os.path.realpath(path)}"
+    if name in sys.modules:
+        return
+    with open(path, encoding="utf-8") as file:
+        code = compile(file.read(), path, "exec")
+    module = types.ModuleType(name)
+    module.__file__ = path
+    exec(code, module.__dict__)
+    sys.modules[name] = module
 
 
 def variant_names() -> tuple[str, ...]:
