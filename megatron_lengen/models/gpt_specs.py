@@ -2,15 +2,14 @@
 
 A spec is chosen by two things:
 
-| backend | dropout at the norm | norm slot          | projection behind it              |
+| backend | dropout behind norm | norm slot          | projection behind it              |
 |---------|---------------------|--------------------|-----------------------------------|
 | torch   | any                 | DropoutRMSNorm     | Megatron's column-parallel        |
 | te      | yes                 | DropoutRMSNorm     | TE's column-parallel              |
 | te      | no                  | inside the linear  | TE's fused norm and linear        |
 
 `sharded_state_dict_keys_map` gives all of them the keys of TE's fused layers, so one checkpoint
-serves training with dropout, training without, and evaluation. From a Megatron-LM checkout:
-`--spec megatron_lengen.models.gpt_specs gpt_block_spec`.
+serves training with dropout, training without, and evaluation.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from megatron_lengen.layers.attention import CausalAttention
 from megatron_lengen.layers.dropout import ResidualAdd
 from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedGateUp, MaskedQKV, MaskedRows, MaskedUp
+from megatron_lengen.ops.variants import get_variant
 
 KEYS_OF_FUSED_LAYERS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -53,7 +53,10 @@ def gpt_layer_spec(config: LengenConfig) -> ModuleSpec:
     te = config.transformer_impl == "transformer_engine"
     backend = _te_backend() if te else LocalSpecProvider()
     masked_projections = bool(config.dropout_on and config.dropout_letters)
-    norm_in_linear = te and not config.dropout_on
+    between = config.dropout_on and (
+        get_variant(config.dropout_variant).placement == "after_norm"
+    )
+    norm_in_linear = te and not between
     norm: type = IdentityOp if norm_in_linear else DropoutRMSNorm
     columns = (
         backend.column_parallel_layer_norm_linear()
