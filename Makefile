@@ -1,0 +1,28 @@
+# `make test` and `make checks` before every commit.
+PYTHON ?= python3
+CHECKED = megatron_lengen tools tests examples pretrain_gpt.py setup.py
+TYPED = megatron_lengen tools pretrain_gpt.py
+
+.PHONY: test unit checks format example clean
+
+test: ## the whole suite
+	bash tests/run.sh
+
+unit: ## the quick tests
+	bash tests/run.sh tests/unit
+
+checks: ## style and types (pip install -r requirements/dev.txt)
+	$(PYTHON) -m ruff check $(CHECKED)
+	$(PYTHON) -m ruff format --check $(CHECKED)
+	$(PYTHON) -m mypy $(TYPED)
+
+format: ## apply the style
+	$(PYTHON) -m ruff check --fix $(CHECKED)
+	$(PYTHON) -m ruff format $(CHECKED)
+
+example: ## the main recipe, tiny
+	bash examples/smollm3_cpt_vpad.sh
+
+clean: ## caches and build outputs; keeps .venv and runs/
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
