@@ -1,13 +1,10 @@
 """Read a checkpoint tensor by tensor, without a model or a process group.
 
-A checkpoint folder holds `latest_checkpointed_iteration.txt` (`10` or `release`) and iteration
-folders in Megatron's `torch_dist` format, each with our `lengen.json` and `tokenizer/`.
+The layout of the folders is in `checkpoint_folder`; the files are Megatron's `torch_dist`.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,15 +21,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lengen.checkpoint_folder import (
-    DESCRIPTION,
-    FORMAT,
-    RELEASE,
     TOKENIZER,
-    TRACKER,
-    iteration_folder,
+    locate,
+    read_description,
+    read_metadata,
 )
 from megatron_lengen.config import LengenConfig, config_from_architecture
-from megatron_lengen.errors import BadInput, require
+from megatron_lengen.errors import BadInput
 
 # Everything else in a checkpoint (optimizer states, RNG states, counters) is not the model.
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
@@ -121,86 +116,11 @@ def single_process() -> Iterator[None]:
         yield
 
 
-def find_iteration(load: str | Path, iteration: int | str | None = None) -> Path:
-    """The iteration folder that `--load` (and `--iteration`) name.
-
-    Args:
-        load: a checkpoint folder with a tracker file, or an iteration folder itself.
-        iteration: a number or `release`; what the tracker file says if None.
-
-    Raises:
-        BadInput: if there is none, saying which iterations there are.
-    """
-    folder = Path(load)
-    require(folder.is_dir(), f"--load: {folder} is not a folder")
-    if (folder / ".metadata").exists() or (folder / DESCRIPTION).exists():
-        own = folder.resolve()
-        named = iteration is None or own == _iteration(own.parent, iteration)
-        require(named, f"--iteration: found {iteration}; --load is the iteration {folder.name}")
-        return folder
-    present = sorted(p.name for p in folder.glob("iter_*") if re.fullmatch(r"iter_\d+", p.name))
-    present += [RELEASE] if (folder / RELEASE).is_dir() else []
-    there = f"there: {', '.join(present) or 'no iterations'}"
-    if iteration is not None:
-        chosen = _iteration(folder, iteration)
-        require(chosen.is_dir(), f"--iteration: found {iteration}; {folder}: {there}")
-        return chosen
-    tracker = folder / TRACKER
-    require(tracker.exists(), f"--load: {folder} has no {TRACKER}; {there}")
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    known = text == RELEASE or text.isdecimal()
-    require(known, f"{tracker}: found {text!r}; give --iteration N; {there}")
-    chosen = _iteration(folder, text)
-    require(chosen.is_dir(), f"{tracker}: names {chosen.name}, which is missing; {there}")
-    return chosen
-
-
-def _iteration(root: Path, iteration: int | str) -> Path:
-    return root / RELEASE if iteration == RELEASE else iteration_folder(root, int(iteration))
-
-
 def open_checkpoint(load: str | Path, iteration: int | str | None = None) -> Checkpoint:
     """Open the iteration that `load` names and check that all of its files are whole.
 
     Raises:
         BadInput: one line naming the file that is missing, cut short or not ours.
     """
-    folder = find_iteration(load, iteration)
-    info = read_info(folder)
-    try:
-        metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:
-        raise BadInput(f"{folder / '.metadata'}: missing or damaged; not a checkpoint") from error
-    _check_files(folder, metadata)
-    return Checkpoint(folder, info, metadata)
-
-
-def read_info(folder: Path) -> dict[str, Any]:
-    """The content of `lengen.json` in an iteration folder.
-
-    Raises:
-        BadInput: if it is missing, damaged or of another format.
-    """
-    path = folder / DESCRIPTION
-    require(path.exists(), f"{path}: missing; not a checkpoint of megatron_lengen")
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadInput(f"{path}: damaged ({error})") from error
-    found = info.get("format") if isinstance(info, dict) else None
-    require(found == FORMAT, f"{path}: format {found}; allowed: {FORMAT}")
-    require(isinstance(info.get("model"), dict), f"{path}: no model settings inside")
-    return info
-
-
-def _check_files(folder: Path, metadata: Metadata) -> None:
-    """Compare the size of every shard with what the metadata says is in it."""
-    needed: dict[str, int] = {}
-    for entry in (metadata.storage_data or {}).values():
-        end = entry.offset + entry.length
-        needed[entry.relative_path] = max(end, needed.get(entry.relative_path, 0))
-    for name, size in sorted(needed.items()):
-        path = folder / name
-        require(path.exists(), f"{path}: missing; the checkpoint is incomplete")
-        found = path.stat().st_size
-        require(found >= size, f"{path}: cut short ({found} of {size} bytes)")
+    folder = locate(load, iteration)
+    return Checkpoint(folder, read_description(folder), read_metadata(folder))

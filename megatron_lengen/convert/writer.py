@@ -7,7 +7,6 @@ asked for one at a time while the file is written, so that memory holds one of t
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,10 +22,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_lengen.checkpoint_folder import (
     DESCRIPTION,
-    FORMAT,
     RELEASE,
     TOKENIZER,
     TRACKER,
+    write_description,
     write_tracker,
 )
 from megatron_lengen.compat import versions
@@ -125,16 +124,14 @@ def write_release(
             write_tokenizer(folder / TOKENIZER)
             if not any((folder / TOKENIZER).iterdir()):
                 os.rmdir(folder / TOKENIZER)
-        info = {
-            "format": FORMAT,
+        description = {
             "iteration": 0,
             "model": config.architecture(),
             "arguments": {},
             "versions": versions(),
             **(details or {}),
         }
-        text = json.dumps(info, indent=2) + "\n"
-        (folder / DESCRIPTION).write_text(text, encoding="utf-8")
+        write_description(folder, description)
         if check is not None:
             check(folder)
     write_tracker(save, RELEASE)

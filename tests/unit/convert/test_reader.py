@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from megatron_lengen.convert.reader import find_iteration, open_checkpoint
+from megatron_lengen.checkpoint_folder import locate
+from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.errors import BadInput
 
 
@@ -24,37 +25,37 @@ def run_folder(tmp_path):
 
 
 def test_which_iteration(run_folder):
-    assert find_iteration(run_folder).name == "iter_0000020"
-    assert find_iteration(run_folder, 10).name == "iter_0000010"
+    assert locate(run_folder).name == "iter_0000020"
+    assert locate(run_folder, 10).name == "iter_0000010"
     (run_folder / "latest_checkpointed_iteration.txt").write_text("release")
     (run_folder / "release").mkdir()
-    assert find_iteration(run_folder).name == "release"
-    assert find_iteration(run_folder, "release").name == "release"
+    assert locate(run_folder).name == "release"
+    assert locate(run_folder, "release").name == "release"
 
 
 @pytest.mark.parametrize("text", ["", "twelve", "-3"])
 def test_a_spoilt_tracker_is_named(run_folder, text):
     (run_folder / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(BadInput) as caught:
-        find_iteration(run_folder)
+        locate(run_folder)
     assert "latest_checkpointed_iteration.txt: found" in str(caught.value)
     assert "iter_0000010, iter_0000020" in str(caught.value)
 
 
 def test_missing_iterations_list_what_is_there(run_folder):
     with pytest.raises(BadInput, match=r"--iteration: found 30; .*iter_0000010, iter_0000020"):
-        find_iteration(run_folder, 30)
+        locate(run_folder, 30)
     (run_folder / "latest_checkpointed_iteration.txt").write_text("30")
     with pytest.raises(BadInput, match="names iter_0000030, which is missing"):
-        find_iteration(run_folder)
+        locate(run_folder)
     with pytest.raises(BadInput, match="is not a folder"):
-        find_iteration(run_folder / "nothing")
+        locate(run_folder / "nothing")
 
 
 def test_an_iteration_folder_is_taken_as_it_is(copied):
-    assert find_iteration(copied / "release") == copied / "release"
+    assert locate(copied / "release") == copied / "release"
     with pytest.raises(BadInput, match="--iteration: found 5; --load is the iteration release"):
-        find_iteration(copied / "release", 5)
+        locate(copied / "release", 5)
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.0], ids=["cut", "empty"])
