@@ -29,6 +29,20 @@ from megatron_lengen.training.settings import TrainingSettings
 
 logger = logging.getLogger(__name__)
 
+# The shapes of the weights follow from these, so no flag can change them for a checkpoint.
+_SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+)
+
 
 @dataclass
 class Settings:
@@ -114,6 +128,12 @@ def _with_architecture(
     architecture = {name: stored[name] for name in ARCHITECTURE_FIELDS if name in stored}
     if "window_size" in given:
         architecture.pop("sliding_window", None)
+    for name in _SHAPES:
+        if name in given and name in architecture and given[name] != architecture[name]:
+            raise BadInput(
+                f"{flags.flag_of(name)}: found {given[name]}; allowed: the checkpoint's "
+                f"{architecture[name]} ({found.folder})"
+            )
     changed = [
         f"{flags.flag_of(name)} {given[name]} (checkpoint: {value})"
         for name, value in architecture.items()
@@ -126,12 +146,12 @@ def _with_architecture(
 
 def _tokenizer(training: TrainingSettings, given: dict[str, Any]) -> Tokenizer:
     name, kind = training.tokenizer_model, training.tokenizer_type
-    require(
-        bool(name or kind),
-        "--tokenizer-model: not given; allowed: a folder, hub id or .model file, or "
-        "--tokenizer-type NullTokenizer --vocab-size N",
-    )
-    return build_tokenizer(name or kind, kind=kind, vocab_size=given.get("vocab_size"))
+    if not (name or kind):
+        raise BadInput(
+            "--tokenizer-model: not given; allowed: a folder, hub id or .model file, or "
+            "--tokenizer-type NullTokenizer --vocab-size N"
+        )
+    return build_tokenizer(name or kind or "", kind=kind, vocab_size=given.get("vocab_size"))
 
 
 def _model(given: dict[str, Any], tokenizer: Tokenizer) -> LengenConfig:

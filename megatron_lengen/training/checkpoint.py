@@ -6,24 +6,27 @@ checkpoint is written under another name and published at the end (see checkpoin
 
 from __future__ import annotations
 
-import json
 import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import versions
-from megatron_lengen.errors import is_first_rank
+from megatron_lengen.errors import BadInput, is_first_rank, require
 from megatron_lengen.training import optimizer as optimizers
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.flags import flag_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,18 @@ _METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+
+# What decides which row comes when: (group of settings, name).
+_DATA_ORDER = (
+    ("training", "data_path"),
+    ("training", "train_data_path"),
+    ("training", "split"),
+    ("training", "mock_data"),
+    ("training", "train_iters"),
+    ("training", "global_batch_size"),
+    ("model", "seed"),
+    ("model", "seq_length"),
+)
 
 
 @dataclass
@@ -81,19 +96,21 @@ def load(
     if found is None:
         return Progress()
     fresh = found.release or settings.training.finetune
+    stored = found.description.get("arguments", {})
     with_optimizer = not (
-        fresh
-        or settings.training.no_load_optim
-        or found.description["arguments"]["training"].get("no_save_optim")
+        fresh or settings.training.no_load_optim or stored["training"].get("no_save_optim")
     )
+    if not fresh:
+        _warn_of_other_data(settings, stored)
     if with_optimizer:
+        _refuse_other_decay(settings, stored["training"])
         optimizers.prepare_for_loading(optimizer)
         state = _state(settings, chunks, optimizer, scheduler, is_loading=True)
     else:
         state = _model_state(chunks)
-    loaded = dist_checkpointing.load(state, found.folder)
+    loaded = _read(state, found.folder)
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
-        unwrap_model(chunk).load_state_dict(loaded[name], strict=True)
+        _load_weights(unwrap_model(chunk), loaded[name])
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
         optimizers.finish_loading(optimizer)
@@ -117,7 +134,7 @@ def _state(
         state["optimizer"] = optimizer.sharded_state_dict(
             dict(state), is_loading=is_loading, metadata=dict(_METADATA)
         )
-    state["opt_param_scheduler"] = scheduler.state_dict()
+    state["opt_param_scheduler"] = optimizers.scheduler_state(scheduler)
     return state
 
 
@@ -130,6 +147,48 @@ def _model_state(chunks: list[nn.Module]) -> dict[str, Any]:
     return state
 
 
+def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated")
+            return dist_checkpointing.load(state, str(folder))
+    except (CheckpointingException, CheckpointException) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise BadInput(f"--load: {folder} does not fit this model: {reason}") from error
+
+
+def _load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Strictly, but for the placeholders that `_model_state` leaves out."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    wrong = [key for key in missing if not key.endswith("_extra_state")] + unexpected
+    if wrong:
+        raise RuntimeError(f"weights missing or unknown after loading: {', '.join(wrong)}")
+
+
+def _warn_of_other_data(settings: Settings, stored: dict[str, Any]) -> None:
+    """One line where the rows to come are not those that the interrupted run would have seen."""
+    now = settings.as_json()
+    changed = [
+        f"{flag_of(name)} {now[group].get(name)} (checkpoint: {stored[group].get(name)})"
+        for group, name in _DATA_ORDER
+        if now[group].get(name) != stored[group].get(name)
+    ]
+    if changed and is_first_rank():
+        logger.warning(
+            "the order of the data differs from the checkpoint's: %s", "; ".join(changed)
+        )
+
+
+def _refuse_other_decay(settings: Settings, stored: dict[str, Any]) -> None:
+    """The optimizer's state is kept by groups of equal weight decay."""
+    for name in ("decay_embeddings", "decay_all"):
+        require(
+            getattr(settings.training, name) == stored.get(name),
+            f"{flag_of(name)}: not what the checkpoint's optimizer has; allowed: the same as "
+            "before, or --no-load-optim",
+        )
+
+
 def _chunk_names(chunks: list[nn.Module]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
 
@@ -137,7 +196,6 @@ def _chunk_names(chunks: list[nn.Module]) -> list[str]:
 def _describe(settings: Settings, folder: Path, progress: Progress) -> None:
     """Write what a reader needs without Megatron: the model, all settings, the tokenizer."""
     description = {
-        "format": checkpoint_folder.FORMAT,
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "model": settings.model.architecture(),
@@ -145,5 +203,4 @@ def _describe(settings: Settings, folder: Path, progress: Progress) -> None:
         "versions": versions(),
     }
     settings.tokenizer.save(folder / checkpoint_folder.TOKENIZER)
-    text = json.dumps(description, indent=2, sort_keys=True)
-    (folder / checkpoint_folder.DESCRIPTION).write_text(text + "\n")
+    checkpoint_folder.write_description(folder, description)

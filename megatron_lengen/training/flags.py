@@ -49,7 +49,9 @@ RENAMED = {
 
 # What this package serves of Megatron-Core's own dataclasses; its own fields are all flags.
 SERVED = frozenset(
-    """
+    re.findall(
+        r"\w+",
+        """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     sequence_parallel context_parallel_size num_layers_in_first_pipeline_stage
     num_layers_in_last_pipeline_stage num_layers hidden_size ffn_hidden_size num_attention_heads
@@ -58,7 +60,8 @@ SERVED = frozenset(
     recompute_method recompute_num_layers recompute_modules lr min_lr weight_decay adam_beta1
     adam_beta2 adam_eps clip_grad use_distributed_optimizer overlap_param_gather
     overlap_grad_reduce grad_reduce_in_fp32
-    """.split()
+    """,
+    )
 )
 _NO_FLAG = frozenset({"cuda_graph_scope"})
 _PACKAGE = "megatron_lengen."

@@ -14,7 +14,9 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 from torch import nn
+from torch.utils.data import Dataset
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.data.datasets import build_datasets, micro_batches
@@ -22,7 +24,6 @@ from megatron_lengen.errors import is_first_rank
 from megatron_lengen.runtime import distributed, host
 from megatron_lengen.training import checkpoint
 from megatron_lengen.training.arguments import Settings
-from megatron_lengen.training.checkpoint import Progress
 from megatron_lengen.training.metrics import Reporter
 from megatron_lengen.training.optimizer import build_optimizer, build_scheduler
 from megatron_lengen.training.step import Data, Stepper
@@ -52,7 +53,7 @@ class Trainer:
         self.chunks = _wrap(model_provider(settings.model), settings)
         self.optimizer: MegatronOptimizer = build_optimizer(settings, self.chunks)
         self.scheduler: OptimizerParamScheduler = build_scheduler(settings, self.optimizer)
-        _connect(settings.model, self.chunks, self.optimizer)
+        _connect(settings, self.chunks, self.optimizer)
         self.progress = checkpoint.load(settings, self.chunks, self.optimizer, self.scheduler)
         self.stepper = Stepper(settings, self.chunks)
         self.train_set, self.valid_set = self._datasets()
@@ -74,10 +75,7 @@ class Trainer:
             progress.iteration += 1
             progress.consumed_samples += batch
             reporter.step(progress.iteration, progress.consumed_samples, result)
-            last = progress.iteration == training.train_iters
-            if self.valid_set is not None and (
-                last or (training.eval_interval and progress.iteration % training.eval_interval == 0)
-            ):
+            if self.valid_set is not None and self._time_to_validate():
                 loss = self.stepper.evaluate(self._valid_data(), training.eval_iters)
                 reporter.validation(progress.iteration, progress.consumed_samples, loss)
                 reporter.restart_clock()
@@ -90,6 +88,11 @@ class Trainer:
         self._save()
         reporter.close()
 
+    def _time_to_validate(self) -> bool:
+        iteration, interval = self.progress.iteration, self.settings.training.eval_interval
+        last = iteration == self.settings.training.train_iters
+        return last or bool(interval and iteration % interval == 0)
+
     def _save(self) -> None:
         if self.settings.training.save and self.saved_at != self.progress.iteration:
             folder = checkpoint.save(
@@ -101,14 +104,14 @@ class Trainer:
 
     # ---- data --------------------------------------------------------------------------------
 
-    def _datasets(self):  # type: ignore[no-untyped-def]
+    def _datasets(self) -> tuple[Dataset, Dataset | None]:
         training = self.settings.training
         batch = training.global_batch_size or 0
         train_set, valid_set = build_datasets(
             tokenizer=self.settings.tokenizer,
             seq_length=self.settings.model.seq_length,
             seed=self.settings.model.seed,
-            samples=(training.train_iters * batch, training.eval_iters * batch),
+            samples=(self._last_sample(), training.eval_iters * batch),
             data_path=training.data_path,
             train_data_path=training.train_data_path,
             valid_data_path=training.valid_data_path,
@@ -119,16 +122,22 @@ class Trainer:
         return train_set, valid_set if training.eval_iters else None
 
     def _train_data(self) -> Data:
-        training = self.settings.training
-        end = training.train_iters * (training.global_batch_size or 0)
-        return self._per_chunk(self.train_set, self.progress.consumed_samples, end)
+        return self._per_chunk(self.train_set, self.progress.consumed_samples, self._last_sample())
+
+    def _last_sample(self) -> int:
+        """Samples of the whole run; batches before a resume may have had another size."""
+        left = max(0, self.settings.training.train_iters - self.progress.iteration)
+        return self.progress.consumed_samples + left * (
+            self.settings.training.global_batch_size or 0
+        )
 
     def _valid_data(self) -> Data:
         training = self.settings.training
+        assert self.valid_set is not None
         end = training.eval_iters * (training.global_batch_size or 0)
         return self._per_chunk(self.valid_set, 0, end)
 
-    def _per_chunk(self, dataset, start: int, end: int) -> Data:  # type: ignore[no-untyped-def]
+    def _per_chunk(self, dataset: Dataset, start: int, end: int) -> Data:
         """One iterator for each chunk that embeds tokens or computes the loss."""
         iterators = [
             micro_batches(
@@ -142,9 +151,9 @@ class Trainer:
             )
             if inner.pre_process or inner.post_process
             else None
-            for inner in (_innermost(chunk) for chunk in self.chunks)
+            for inner in unwrap_model(self.chunks)
         ]
-        return iterators if len(iterators) > 1 else iterators[0]  # type: ignore[return-value]
+        return iterators if len(iterators) > 1 else iterators[0]
 
     def _announce(self) -> None:
         if not is_first_rank():
@@ -184,23 +193,18 @@ def _wrap(chunks: list[nn.Module], settings: Settings) -> list[nn.Module]:
     return wrapped
 
 
-def _connect(config: LengenConfig, chunks: list[nn.Module], optimizer: MegatronOptimizer) -> None:
+def _connect(settings: Settings, chunks: list[nn.Module], optimizer: MegatronOptimizer) -> None:
     """The callbacks through which Megatron's schedules reach data parallelism and optimizer."""
+    config = settings.model
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     single = len(chunks) == 1
-    if chunks[0].ddp_config.overlap_grad_reduce:
+    if settings.ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync[0] if single else no_sync
-    if chunks[0].ddp_config.overlap_param_gather:
+    if settings.ddp.overlap_param_gather:
         sync = [chunk.start_param_sync for chunk in chunks]
         config.param_sync_func = sync[0] if single else sync
-
-
-def _innermost(chunk: nn.Module) -> nn.Module:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 class _Leaving:
@@ -218,9 +222,7 @@ class _Leaving:
 
     def now(self, iteration: int) -> bool:
         """Whether to leave after this iteration."""
-        overtime = (
-            self._minutes is not None and time.monotonic() - self._start > 60 * self._minutes
-        )
+        overtime = self._minutes is not None and time.monotonic() - self._start > 60 * self._minutes
         flag = torch.tensor(float(overtime or self._signal != 0), device=host.device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag) or bool(self._interval and iteration % self._interval == 0)

@@ -7,6 +7,7 @@ Face Trainer; `--no-decay-embeddings` exempts them (as SmolLM3's own pre-trainin
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -17,13 +18,26 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import Tensor, nn
 
-from megatron_lengen.errors import BadInput
+from megatron_lengen.errors import require
 from megatron_lengen.training.arguments import Settings
 
+_NOT_IN_MEGATRONS_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+_SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "init_lr": "--lr-warmup-init",
+    "lr_warmup_steps": "--lr-warmup-iters",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_decay_steps": "--lr-decay-iters (default --train-iters)",
+    "wsd_decay_steps": "--lr-wsd-decay-iters",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
+    "end_wd": "--weight-decay",
+}
 EMBEDDING_TABLES = ("*embedding.word_embeddings.weight", "*output_layer.weight")
 
 
@@ -41,7 +55,7 @@ def build_optimizer(settings: Settings, chunks: list[nn.Module]) -> MegatronOpti
             for group in inner.param_groups:
                 group["fused"] = True  # one pass over each tensor; the default loops over dozens
             if isinstance(inner, DistributedOptimizer):
-                inner._set_main_param_and_optimizer_states = types.MethodType(  # type: ignore[method-assign]
+                inner._set_main_param_and_optimizer_states = types.MethodType(
                     _set_states_without_step, inner
                 )
     return optimizer
@@ -62,7 +76,7 @@ def build_scheduler(settings: Settings, optimizer: MegatronOptimizer) -> Optimiz
         lr_decay_style=training.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
-        wd_incr_steps=training.train_iters * batch,
+        wd_incr_steps=training.decay_iters * batch,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=training.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=training.override_opt_param_scheduler,
@@ -71,27 +85,73 @@ def build_scheduler(settings: Settings, optimizer: MegatronOptimizer) -> Optimiz
     )
 
 
+@torch.no_grad()
+def apply_gradients(optimizer: MegatronOptimizer) -> float:
+    """Clip and update, unless the gradients are not finite; returns their L2 norm.
+
+    Megatron-Core's own `step` updates with whatever the gradients hold.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if math.isfinite(norm):
+        for inner in _members(optimizer):
+            parameters = inner.get_parameters()
+            if parameters and inner.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
+        optimizer.step_with_ready_grads()
+    return norm
+
+
 def load_scheduler(
     scheduler: OptimizerParamScheduler, state: dict[str, Any], settings: Settings
 ) -> None:
     """Continue a schedule.
 
-    The optimizer's parameter groups carry rates of their own, which a checkpoint restores; they
-    are set to what the flags ask for, so that an override really overrides.
+    The optimizer's parameter groups carry rates and Adam's constants of their own, which a
+    checkpoint restores; they are set to what the flags ask for, so that an override really
+    overrides.
+
+    Args:
+        state: what `scheduler_state` gave when the checkpoint was saved.
 
     Raises:
         BadInput: where flags and checkpoint differ and neither was asked to win.
     """
-    try:
-        scheduler.load_state_dict(state)
-    except AssertionError as error:
-        raise BadInput(
-            f"schedule: {' '.join(str(error).split())}; allowed: the checkpoint's values, or "
-            "--override-opt-param-scheduler, or --use-checkpoint-opt-param-scheduler"
-        ) from error
+    training, config = settings.training, settings.optimizer
+    if training.use_checkpoint_opt_param_scheduler:
+        for name in _NOT_IN_MEGATRONS_STATE:
+            setattr(scheduler, name, state[name])
+    elif not training.override_opt_param_scheduler:
+        _refuse_differences(scheduler, state, training.global_batch_size or 1)
+    scheduler.load_state_dict(state)
     for group in scheduler.optimizer.param_groups:
         group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
+        group["betas"], group["eps"] = (config.adam_beta1, config.adam_beta2), config.adam_eps
     scheduler.step(0)
+
+
+def scheduler_state(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
+    """The whole schedule and the position in it, for a checkpoint."""
+    missing = {name: getattr(scheduler, name) for name in _NOT_IN_MEGATRONS_STATE}
+    return {**scheduler.state_dict(), **missing}
+
+
+def _refuse_differences(
+    scheduler: OptimizerParamScheduler, state: dict[str, Any], batch: int
+) -> None:
+    differences = []
+    for name, flag in _SCHEDULE_FLAGS.items():
+        found, stored = getattr(scheduler, name), state[name]
+        if found != stored:
+            if name.endswith("_steps"):  # counted in samples
+                found, stored = found / batch, stored / batch
+            differences.append(f"{flag} {found} (checkpoint: {stored})")
+    require(
+        not differences,
+        f"the schedule differs from the checkpoint's: {', '.join(differences)}; allowed: the "
+        "checkpoint's values (a schedule is kept in samples, so --global-batch-size counts), "
+        "--override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler",
+    )
 
 
 # ---- resuming with PyTorch's AdamW ---------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -20,8 +21,9 @@ from megatron_lengen.data.datasets import Batch
 from megatron_lengen.layers.coordinates import set_samples
 from megatron_lengen.runtime import host
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.optimizer import apply_gradients
 
-Data = Iterator[Batch] | list[Iterator[Batch]] | None
+Data = Iterator[Batch] | None | list[Iterator[Batch] | None]
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class StepResult:
     Args:
         loss: sum of token losses over number of scored tokens, over the whole batch.
         tokens: number of scored tokens.
-        grad_norm: L2 norm of the whole gradient before clipping; nan for a skipped step.
+        grad_norm: L2 norm of the whole gradient before clipping; nan where the loss is not finite.
         learning_rate: the rate that the update used.
-        skipped: whether the update was left out because the loss was not finite.
+        skipped: whether the update was left out because loss or gradients were not finite.
     """
 
     loss: float
@@ -46,7 +48,7 @@ class StepResult:
 class Stepper:
     """Runs steps of a model on this rank's share of the batch."""
 
-    def __init__(self, settings: Settings, chunks: list[nn.Module]) -> None:
+    def __init__(self, settings: Settings, chunks: list[DistributedDataParallel]) -> None:
         self.settings, self.chunks = settings, chunks
         self._run = get_forward_backward_func()
         self._first_sample = 0
@@ -67,8 +69,8 @@ class Stepper:
         skipped = not math.isfinite(loss)
         grad_norm = math.nan
         if not skipped:
-            _, norm, _ = optimizer.step()
-            grad_norm = float(norm) if norm is not None else math.nan
+            grad_norm = apply_gradients(optimizer)
+            skipped = not math.isfinite(grad_norm)
         scheduler.step(increment=self.settings.training.global_batch_size)
         return StepResult(loss, tokens, grad_norm, rate, skipped)
 

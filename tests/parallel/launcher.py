@@ -24,11 +24,11 @@ MODEL = """
     --num-query-groups 2 --swiglu --disable-bias-linear --seq-length 24 --sliding-window 8
     --window-attn-skip-freq 4 --no-rope-freq 4 --init-method-std 0.1 --vocab-size 101
     --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --mock-data --num-workers 0
-""".split()
+"""
 SCHEDULE = """
     --global-batch-size 8 --micro-batch-size 2 --lr 5e-3 --lr-warmup-iters 2
     --eval-iters 0
-""".split()
+"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def train(folder: Path, processes: int, runs: list[Run], timeout: float = 240) -
 
 def argv(flags: str) -> list[str]:
     """Flags of a tiny run, those given last."""
-    return [*MODEL, *SCHEDULE, *flags.split()]
+    return f"{MODEL} {SCHEDULE} {flags}".split()
 
 
 def tail(logs: Path, rank: int, characters: int = 4000) -> str:
