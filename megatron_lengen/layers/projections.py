@@ -7,6 +7,7 @@ training. In evaluation, and for parts without a site, these are Megatron's own 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ class _MaskedColumns(ColumnParallelLinear):
 
     part_names: tuple[str, ...] = ()
 
-    def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sites: dict[str, DropoutSite | None] = dict.fromkeys(self.part_names)
 
@@ -40,7 +41,10 @@ class _MaskedColumns(ColumnParallelLinear):
         """[output rows, ...] -> one tensor [units, rows of the part, ...] for each part."""
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> [s, b, output / tp] and the bias to add later."""
         if not self.training or not any(self.sites.values()):
@@ -94,7 +98,7 @@ class MaskedUp(_MaskedColumns):
 class MaskedRows(RowParallelLinear):
     """A row-parallel projection with a masked input; its features are sharded over TP."""
 
-    def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.site: DropoutSite | None = None
 

@@ -83,9 +83,7 @@ class InferenceModel(nn.Module):
         return logits[..., : self.config.vocab_size].float()
 
 
-def build_for_inference(
-    config: LengenConfig, tensors: Callable[[str], Tensor]
-) -> InferenceModel:
+def build_for_inference(config: LengenConfig, tensors: Callable[[str], Tensor]) -> InferenceModel:
     """A model in evaluation mode with given weights; starts a single process group if there is
     none.
 

@@ -53,9 +53,7 @@ def gpt_layer_spec(config: LengenConfig) -> ModuleSpec:
     te = config.transformer_impl == "transformer_engine"
     backend = _te_backend() if te else LocalSpecProvider()
     masked_projections = bool(config.dropout_on and config.dropout_letters)
-    between = config.dropout_on and (
-        get_variant(config.dropout_variant).placement == "after_norm"
-    )
+    between = config.dropout_on and (get_variant(config.dropout_variant).placement == "after_norm")
     norm_in_linear = te and not between
     norm: type = IdentityOp if norm_in_linear else DropoutRMSNorm
     columns = (
@@ -93,9 +91,7 @@ def gpt_layer_spec(config: LengenConfig) -> ModuleSpec:
     )
 
 
-def gpt_block_spec(
-    config: LengenConfig, vp_stage: int | None = None
-) -> TransformerBlockSubmodules:
+def gpt_block_spec(config: LengenConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (or virtual chunk) and the final norm."""
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(

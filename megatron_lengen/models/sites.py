@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
+from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from torch import nn
@@ -44,7 +45,7 @@ def assign_sites(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite
 
 
 def _sites_of_layer(
-    layer: nn.Module, config: LengenConfig
+    layer: Any, config: LengenConfig
 ) -> Iterator[tuple[str, nn.Module, Site, str | None]]:
     """(name in the layer, module, site, part of a fused projection) of every active place."""
     if get_variant(config.dropout_variant).placement == "before_residual":
@@ -80,11 +81,11 @@ def _site(config: LengenConfig, layer: int, site: Site, module: nn.Module) -> Dr
     )
 
 
-def _set(module: nn.Module, part: str | None, site: DropoutSite) -> DropoutSite:
+def _set(module: Any, part: str | None, site: DropoutSite) -> DropoutSite:
     if part is None:
-        module.site = site  # type: ignore[assignment]
+        module.site = site
     else:
-        module.sites[part] = site  # type: ignore[index, operator]
+        module.sites[part] = site
     return site
 
 

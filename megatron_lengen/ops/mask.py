@@ -56,9 +56,7 @@ class MaskCoordinates:
     def stream(self) -> int:
         """The counter word c3."""
         if not (
-            0 <= self.layer < MAX_LAYER
-            and 0 <= self.site < MAX_SITE
-            and 0 <= self.head < MAX_HEAD
+            0 <= self.layer < MAX_LAYER and 0 <= self.site < MAX_SITE and 0 <= self.head < MAX_HEAD
         ):
             raise ValueError(f"layer {self.layer}, site {self.site}, head {self.head}: too large")
         return self.layer << 20 | self.site << 12 | self.head

@@ -102,9 +102,7 @@ def norm_dropout(x: Tensor, gain: Tensor, eps: float, dropout: Dropout | None) -
 # ---- what models use -----------------------------------------------------------------------------
 
 
-def rms_norm_dropout(
-    x: Tensor, gain: Tensor, eps: float, dropout: Dropout | None = None
-) -> Tensor:
+def rms_norm_dropout(x: Tensor, gain: Tensor, eps: float, dropout: Dropout | None = None) -> Tensor:
     """RMSNorm and, if given, dropout behind it.
 
     Args:
@@ -150,6 +148,7 @@ class _NormDropout(torch.autograd.Function):
         rstd, mean, variance = kernels.statistics(x, gain, eps, dropout is not None)
         alpha = beta = None
         if dropout is not None:
+            assert mean is not None and variance is not None
             mean, variance = _over_shards(mean, variance, dropout.group)
             alpha, beta = row_coefficients(dropout.variant, mean, variance, dropout.exact_rate)
         z = kernels.forward(x, gain, rstd, alpha, beta, dropout)
@@ -292,8 +291,9 @@ class _NativeKernels(_TorchKernels):
 
     def statistics(self, x, gain, eps, moments):
         rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if eps is not None else None
-        mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if moments else None
-        variance = torch.empty_like(mean) if moments else None
+        mean, variance = (
+            x.new_empty(x.shape[:-1], dtype=torch.float32) if moments else None for _ in range(2)
+        )
         if rstd is not None or moments:
             self._run(
                 "statistics", x, None, gain=gain, eps=eps, rstd=rstd, mean=mean, variance=variance

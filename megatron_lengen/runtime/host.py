@@ -81,8 +81,8 @@ def _answer_tensor_methods() -> None:
     def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
-    torch.Tensor.cuda = stay  # type: ignore[method-assign, assignment]
-    torch.nn.Module.cuda = stay  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = stay  # type: ignore[method-assign]
+    torch.nn.Module.cuda = stay  # type: ignore[method-assign]
     type_of = torch.Tensor.type
 
     def cuda_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "errors": set(),
     "compat": {"errors"},
     # The configuration checks names against the registry of variants.
-    "config": {"compat", "errors", "ops"},
+    "config": {"compat", "errors", "ops", "config_checks"},
+    "config_checks": {"compat", "errors", "ops", "config"},
     "ops": {"errors"},
     "runtime": GROUND,
     "data": GROUND | {"runtime"},

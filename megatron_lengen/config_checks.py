@@ -1,0 +1,266 @@
+"""Whether a configuration can work: every check names the flag, what was found, what is allowed.
+
+Called once, while a `LengenConfig` is made; nothing else looks at these combinations again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from megatron_lengen.compat import have_transformer_engine
+from megatron_lengen.errors import BadInput, require
+from megatron_lengen.ops.mask import STEPS
+from megatron_lengen.ops.variants import get_variant, load_variant_file, variant_names
+
+if TYPE_CHECKING:
+    from megatron_lengen.config import LengenConfig
+
+PROJECTION_LETTERS = ("q", "k", "v", "o", "g", "u", "d")
+
+
+def check(config: LengenConfig) -> None:
+    """Raise BadInput for the first thing that is wrong; settle the forms of windows and lists."""
+    _check_shapes(config)
+    _check_windows(config)
+    _check_dropout(config)
+    _check_unsupported(config)
+
+
+def _check_shapes(config: LengenConfig) -> None:
+    for flag, value in (
+        ("--num-layers", config.num_layers),
+        ("--hidden-size", config.hidden_size),
+        ("--num-attention-heads", config.num_attention_heads),
+        ("--seq-length", config.seq_length),
+        ("--tensor-model-parallel-size", config.tensor_model_parallel_size),
+        ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size),
+        ("--make-vocab-size-divisible-by", config.make_vocab_size_divisible_by),
+        ("--ffn-hidden-size", config.ffn_hidden_size),
+        ("--num-query-groups", config.num_query_groups),
+        ("--kv-channels", config.kv_channels),
+    ):
+        require(value is None or value >= 1, f"{flag}: found {value}; allowed: 1 or more")
+    heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
+    if config.kv_channels is None:
+        _divides("--hidden-size", config.hidden_size, "--num-attention-heads", heads)
+    groups = config.num_query_groups or heads
+    _divides("--num-attention-heads", heads, "--num-query-groups", groups)
+    _divides("--num-attention-heads", heads, "--tensor-model-parallel-size", tp)
+    require(
+        groups % tp == 0,
+        f"--num-query-groups: found {groups}; allowed: multiples of "
+        f"--tensor-model-parallel-size ({tp})",
+    )
+    _divides("--hidden-size", config.hidden_size, "--tensor-model-parallel-size", tp)
+    ffn = config.ffn_hidden_size or 4 * config.hidden_size
+    _divides("--ffn-hidden-size", ffn, "--tensor-model-parallel-size", tp)
+    if config.sequence_parallel:
+        require(tp > 1, "--sequence-parallel: needs --tensor-model-parallel-size above 1")
+        _divides("--seq-length", config.seq_length, "--tensor-model-parallel-size", tp)
+    stages = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    require(
+        chunks == 1 or stages > 1,
+        f"--num-virtual-stages-per-pipeline-rank: found {chunks}; needs "
+        "--pipeline-model-parallel-size above 1",
+    )
+    if config.pipeline_model_parallel_layout is None and not (
+        config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage
+    ):
+        require(
+            config.num_layers % (stages * chunks) == 0,
+            f"--num-layers: found {config.num_layers}; allowed: multiples of the pipeline's "
+            f"{stages * chunks} chunks (--pipeline-model-parallel-size {stages}"
+            + (f" x {chunks} virtual)" if chunks > 1 else ")"),
+        )
+    if config.max_position_embeddings and config.max_position_embeddings < config.seq_length:
+        raise BadInput(
+            f"--max-position-embeddings: found {config.max_position_embeddings}; allowed: "
+            f"--seq-length ({config.seq_length}) or more"
+        )
+    require(
+        config.position_embedding_type in ("rope", "none"),
+        f"--position-embedding-type: found {config.position_embedding_type}; allowed: rope, none",
+    )
+    _check_numbers(config)
+
+
+def _check_numbers(config: LengenConfig) -> None:
+    for flag, value, fits, allowed in (
+        ("--vocab-size", config.vocab_size, config.vocab_size >= 0, "1 or more"),
+        ("--norm-epsilon", config.layernorm_epsilon, config.layernorm_epsilon > 0, "above 0"),
+        ("--init-method-std", config.init_method_std, config.init_method_std >= 0, "0 or more"),
+        ("--rotary-base", config.rotary_base, config.rotary_base > 0, "above 0"),
+        ("--rotary-percent", config.rotary_percent, 0 < config.rotary_percent <= 1, "(0, 1]"),
+    ):
+        require(fits, f"{flag}: found {value}; allowed: {allowed}")
+    channels = config.kv_channels or config.hidden_size // config.num_attention_heads
+    rotated = int(channels * config.rotary_percent)
+    require(
+        config.position_embedding_type != "rope" or (rotated > 0 and rotated % 2 == 0),
+        f"--kv-channels: found {channels} per head, {rotated} of them rotary; "
+        "allowed: an even number of rotary channels",
+    )
+
+
+def _check_windows(config: LengenConfig) -> None:
+    for flag, value in (
+        ("--no-rope-freq", config.no_rope_freq),
+        ("--window-attn-skip-freq", config.window_attn_skip_freq),
+    ):
+        _check_pattern(flag, value, config.num_layers)
+    # Megatron-Core accepts only a divisor here; the meaning is the same for every length.
+    skips = per_layer(config.no_rope_freq, config.num_layers)
+    config.no_rope_freq = skips if any(skips) else None
+    if isinstance(config.window_size, list):
+        config.window_size = tuple(config.window_size)
+    if config.sliding_window is not None:
+        pair = (config.sliding_window - 1, 0)
+        require(
+            config.window_size in (None, pair),
+            f"--sliding-window and --window-size: found {config.sliding_window} and "
+            f"{config.window_size}; give one of them",
+        )
+        require(
+            config.sliding_window >= 1,
+            f"--sliding-window: found {config.sliding_window}; allowed: 1 or more keys",
+        )
+        config.window_size = pair
+    if config.window_size is not None:
+        require(
+            len(config.window_size) == 2 and config.window_size[0] >= 0 == config.window_size[1],
+            f"--window-size: found {','.join(map(str, config.window_size))}; "
+            "allowed: W-1,0 for a window of W keys",
+        )
+        config.sliding_window = config.window_size[0] + 1
+    require(
+        config.window_size is not None or config.window_attn_skip_freq is None,
+        "--window-attn-skip-freq: needs --sliding-window",
+    )
+
+
+def _check_dropout(config: LengenConfig) -> None:
+    if config.dropout_variant_file is not None:
+        try:
+            load_variant_file(config.dropout_variant_file)
+        except Exception as error:  # a file of the user's raises whatever it likes
+            raise BadInput(
+                f"--dropout-variant-file: cannot use {config.dropout_variant_file} "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    names = ("none", *variant_names())
+    require(
+        config.dropout_variant in names,
+        f"--dropout-variant: found {config.dropout_variant}; allowed: {', '.join(names)}",
+    )
+    rate = config.dropout_rate
+    require(
+        rate == 0 or (0 < rate < 1 and 1 <= round(STEPS * rate) < STEPS),
+        f"--dropout-rate: found {rate}; allowed: 0, or {1 / STEPS:.2g} up to below 1",
+    )
+    require(
+        rate == 0 or config.dropout_variant != "none",
+        f"--dropout-rate: found {rate} without --dropout-variant; "
+        f"allowed variants: {', '.join(names[1:])}",
+    )
+    if config.dropout_layers is not None:
+        parse_layers(config.dropout_layers, config.num_layers)
+    for letter in config.dropout_letters:
+        require(
+            letter in PROJECTION_LETTERS,
+            f"--dropout-apply-to: found {letter!r}; allowed: letters of "
+            f"{','.join(PROJECTION_LETTERS)} separated by commas",
+        )
+    if config.dropout_letters:
+        require(
+            config.dropout_variant == "none"
+            or get_variant(config.dropout_variant).placement == "after_norm",
+            f"--dropout-apply-to: {config.dropout_variant} acts on the sublayer outputs, "
+            "not on projections",
+        )
+        require(
+            config.gated_linear_unit or not {"g"} & set(config.dropout_letters),
+            "--dropout-apply-to: found g; there is a gate only with --swiglu",
+        )
+    require(
+        config.hidden_dropout == 0,
+        f"--hidden-dropout: found {config.hidden_dropout}; allowed: 0; dropout before the "
+        "residual addition is --dropout-variant pre_norm --dropout-rate P",
+    )
+    require(
+        config.attention_dropout == 0,
+        f"--attention-dropout: found {config.attention_dropout}; allowed: 0",
+    )
+
+
+def _check_unsupported(config: LengenConfig) -> None:
+    require(
+        config.transformer_impl in ("auto", "local", "transformer_engine"),
+        f"--transformer-impl: found {config.transformer_impl}; "
+        "allowed: auto, local, transformer_engine",
+    )
+    require(
+        config.normalization == "RMSNorm",
+        f"--normalization: found {config.normalization}; allowed: RMSNorm",
+    )
+    require(
+        not config.layernorm_zero_centered_gamma,
+        "--apply-layernorm-1p: not available; gains are stored as they multiply",
+    )
+    require(
+        config.context_parallel_size == 1,
+        f"--context-parallel-size: found {config.context_parallel_size}; allowed: 1",
+    )
+    require(
+        "layernorm" not in (config.recompute_modules or ()) or have_transformer_engine(),
+        "--recompute-modules: found layernorm; recomputing norms needs Transformer Engine",
+    )
+    require(
+        config.num_moe_experts is None,
+        f"--num-experts: found {config.num_moe_experts}; mixtures of experts are not available",
+    )
+
+
+def _divides(name: str, value: int, by_name: str, by: int) -> None:
+    require(value % by == 0, f"{name}: found {value}; allowed: multiples of {by_name} ({by})")
+
+
+def _check_pattern(flag: str, value: int | list[int] | None, layers: int) -> None:
+    if isinstance(value, int):
+        require(value >= 1, f"{flag}: found {value}; allowed: 1 or more")
+    elif value is not None:
+        require(
+            len(value) == layers and set(value) <= {0, 1},
+            f"{flag}: found {value}; allowed: a number, or one 0 or 1 for each of the "
+            f"{layers} layers",
+        )
+
+
+def per_layer(value: int | list[int] | None, layers: int) -> list[int]:
+    """Megatron's skip pattern as a list: N marks every Nth layer, one-based."""
+    if value is None:
+        return [0] * layers
+    if isinstance(value, int):
+        return [int((i + 1) % value == 0) for i in range(layers)]
+    return list(value)
+
+
+def parse_layers(text: str, num_layers: int) -> frozenset[int]:
+    """Layer numbers from `0,3,7-11` (zero-based, ranges include both ends).
+
+    Raises:
+        BadInput: for anything else, or a layer that the model does not have.
+    """
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not match:
+            raise BadInput(f"--dropout-layers: found {part!r}; allowed: numbers as in 0,3,7-11")
+        first, last = int(match[1]), int(match[2] or match[1])
+        require(
+            first <= last < num_layers,
+            f"--dropout-layers: found {part}; allowed: layers 0 to {num_layers - 1}",
+        )
+        layers.update(range(first, last + 1))
+    return frozenset(layers)
