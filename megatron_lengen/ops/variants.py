@@ -8,9 +8,9 @@ returning the coefficients alpha and beta of every row. Registering one makes it
     def mean_only(mean, variance, rate):
         return 1.0, mean * rate
 
-`--dropout-variant-file FILE` runs such a file. Placement is part of a variant: "after_norm" variants
-act between the normalization (its gain included) and the linear projection; "before_residual" ones
-on the sublayer's output.
+`--dropout-variant-file FILE` runs such a file. Placement is part of a variant: "after_norm"
+variants act between the normalization (its gain included) and the linear projection;
+"before_residual" ones on the sublayer's output.
 """
 
 from __future__ import annotations
