@@ -216,21 +216,29 @@ def _needle_document(
     encode: Callable[[str], Sized],
 ) -> str:
     """One document. Its haystack starts at a random line, and needs at most a line for 4 tokens."""
-    if style == "niah":
-        return needle_example(rng, encode, length, style=style, digits=settings.digits).text
-    start = rng.randrange(len(lines))
-    # A statement and its question take about 12 tokens each with the longest numbers.
-    needles = max(1, min(settings.needles, length // 48))
-    return needle_example(
-        rng,
-        encode,
-        length,
-        lines[start : start + length // 4 + 1],
-        style=style,
-        digits=settings.digits,
-        needles=needles,
-        questions=needles,
-    ).text
+    haystack: str | Sequence[str] = "noise"
+    needles = rng.randint(1, settings.needles)
+    if style == "pairs":
+        start = rng.randrange(len(lines))
+        haystack = lines[start : start + length // 4 + 1]
+        # A statement and its question take about 12 tokens each with the longest numbers.
+        needles = max(1, min(settings.needles, length // 48))
+    while True:
+        try:
+            return needle_example(
+                rng,
+                encode,
+                length,
+                haystack,
+                style=style,
+                digits=settings.digits,
+                needles=needles,
+                questions=needles,
+            ).text
+        except BadInput:
+            if needles == 1:
+                raise
+            needles -= 1  # short documents have room for fewer
 
 
 def write_corpus(corpus: Corpus, output: str | Path, force: bool = False) -> None:

@@ -28,10 +28,8 @@ HEAD = (
     "I will quiz you about the number afterwards.\n"
 )
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
-QUESTION = (
-    "\nWhat is the special magic number for {key} mentioned in the provided text?"
-    " The special magic number for {key} mentioned in the provided text is"
-)
+ANSWER = " The special magic number for {key} mentioned in the provided text is"
+QUESTION = "\nWhat is the special magic number for {key} mentioned in the provided text?" + ANSWER
 # Statements in one example, where the caller does not say.
 DEFAULT_NEEDLES = {"niah": 1, "pairs": 4}
 
@@ -134,8 +132,8 @@ def needle_example(
         digits: of each value, 1 to 7.
         depth: place of the asked needle, 0 (first) to 1 (last); None draws it.
         needles: statements in the haystack (default 1 for niah, 4 for pairs), one of them asked.
-        questions: for `pairs`, how many are asked in all; those before the last stand answered in
-            the prompt, which gives a training document more to learn from.
+        questions: how many are asked in all; those before the last stand answered in the prompt,
+            which gives a training document more to learn from.
         key_words: words in a key, joined by hyphens (RULER has two).
         separator: between lines; a newline for noise and pairs, else a space.
     Raises:
@@ -153,7 +151,10 @@ def needle_example(
     key, value = statements[0]
     if style == "niah":
         sentences = [NEEDLE.format(key=k, value=v) for k, v in statements]
-        head, tail, answer = HEAD, QUESTION.format(key=key), f" {value}"
+        before = "".join(
+            f"\n{ANSWER.strip().format(key=k)} {v}." for k, v in statements[1:questions]
+        )
+        head, tail, answer = HEAD, before + QUESTION.format(key=key), f" {value}"
     else:
         sentences = [f"{k}={v}" for k, v in statements]
         before = "".join(f"\n{k}={v}" for k, v in statements[1:questions])
@@ -170,10 +171,9 @@ def _check(style: str, digits: int, depth: float | None, needles: int, questions
     require(1 <= digits <= 7, f"digits: found {digits}; allowed: 1 to 7")
     require(depth is None or 0 <= depth <= 1, f"depth: found {depth}; allowed: 0 to 1")
     require(1 <= needles <= len(KEYS), f"needles: found {needles}; allowed: 1 to {len(KEYS)}")
-    most = needles if style == "pairs" else 1
     require(
-        1 <= questions <= most,
-        f"questions: found {questions}; allowed: 1 to {most} (style {style}, needles {needles})",
+        1 <= questions <= needles,
+        f"questions: found {questions}; allowed: 1 to {needles} (needles)",
     )
 
 
