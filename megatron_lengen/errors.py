@@ -7,9 +7,11 @@ tracebacks of every rank.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
 
@@ -46,3 +48,11 @@ def run_main(main: Callable[[], int | None]) -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_BAD_INPUT
     sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `BadInput`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong as one line."""
+        raise BadInput(f"{message.removeprefix('argument ')} (see {self.prog} --help)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.convert.families import AttentionKind, Family
+from megatron_lengen.convert.family import AttentionKind, Family
 from megatron_lengen.convert.mapping import Rule, direct, gate_up, grouped_qkv, vocabulary
 from megatron_lengen.errors import require
 

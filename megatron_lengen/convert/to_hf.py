@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_lengen.config import LengenConfig, config_from_architecture
 from megatron_lengen.convert.card import model_card
-from megatron_lengen.convert.families import Family, family_for
+from megatron_lengen.convert.families import family_for
+from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.hf_folder import (
     CONFIG,
     DEFAULT_SHARD_BYTES,

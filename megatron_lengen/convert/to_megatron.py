@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_lengen.config import LengenConfig, config_from_architecture
-from megatron_lengen.convert.families import Family, family_named
+from megatron_lengen.convert.families import family_named
+from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.hf_folder import HFFolder, fetch_folder
 from megatron_lengen.convert.mapping import Rule, pad_vocabulary
 from megatron_lengen.convert.reader import open_checkpoint

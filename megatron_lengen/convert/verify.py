@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.convert.families import AttentionKind, Family
+from megatron_lengen.convert.family import AttentionKind, Family
 
 TOLERANCE = 1e-4
 _SEED = 20_240_607

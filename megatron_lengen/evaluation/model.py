@@ -8,8 +8,6 @@ slices of positions for losses. With the attention of `evaluation.attention`, me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -222,26 +220,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Transformers' bars would stand between a tool's lines."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def _from_pretrained(source: ModelSource, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
+    from megatron_lengen.convert.to_hf import quiet_transformers
+
     revision = source.revision or "main"
     try:
-        with _no_progress_bars():
+        with quiet_transformers():
             model, info = AutoModelForCausalLM.from_pretrained(
                 source.name, revision=revision, dtype=dtype, output_loading_info=True
             )

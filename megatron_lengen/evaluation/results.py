@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def model_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_model_arguments` read, as far as results depend on it."""
+    return {"tokenizer": args.tokenizer, "device": args.device, "dtype": args.dtype}
+
+
 def positive(text: str) -> int:
     """An argparse type: a whole number of 1 or more."""
     if not text.isdigit() or int(text) < 1:
@@ -69,6 +75,33 @@ def versions() -> dict[str, str | None]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
+    return found
+
+
+def measure_once(
+    output: str,
+    settings: dict[str, Any],
+    force: bool,
+    measure: Callable[[Path], dict[str, Any]],
+    draw: Callable[[dict[str, Any], Path], None],
+) -> dict[str, Any]:
+    """Results from `output` if they are of these settings, else measured, drawn and written.
+
+    Args:
+        measure: gets the output folder, returns the numbers.
+        draw: gets the results and the picture's path (the task's name, .png).
+
+    Raises:
+        BadInput: as `finished_results` and `prepare_output`.
+    """
+    found = finished_results(output, settings, force)
+    if found is not None:
+        print(f"{output} already has these results:")
+        return found
+    folder = prepare_output(output)
+    found = {"settings": settings, **measure(folder), "versions": versions()}
+    draw(found, folder / f"{settings['task']}.png")
+    write_results(folder, found)
     return found
 
 

@@ -48,6 +48,13 @@ _DATA_ORDER = (
     ("model", "seed"),
     ("model", "seq_length"),
 )
+# What the form of the optimizer's state depends on.
+_OPTIMIZER_KIND = (
+    ("training", "decay_embeddings"),
+    ("training", "decay_all"),
+    ("optimizer", "use_distributed_optimizer"),
+    ("model", "bf16"),
+)
 
 
 @dataclass
@@ -103,7 +110,7 @@ def load(
     if not fresh:
         _warn_of_other_data(settings, stored)
     if with_optimizer:
-        _refuse_other_decay(settings, stored["training"])
+        _refuse_other_optimizer(settings, stored)
         optimizers.prepare_for_loading(optimizer)
         state = _state(settings, chunks, optimizer, scheduler, is_loading=True)
     else:
@@ -179,13 +186,14 @@ def _warn_of_other_data(settings: Settings, stored: dict[str, Any]) -> None:
         )
 
 
-def _refuse_other_decay(settings: Settings, stored: dict[str, Any]) -> None:
-    """The optimizer's state is kept by groups of equal weight decay."""
-    for name in ("decay_embeddings", "decay_all"):
+def _refuse_other_optimizer(settings: Settings, stored: dict[str, Any]) -> None:
+    """The optimizer's state depends on its kind and on the groups of equal weight decay."""
+    now = settings.as_json()
+    for group, name in _OPTIMIZER_KIND:
         require(
-            getattr(settings.training, name) == stored.get(name),
-            f"{flag_of(name)}: not what the checkpoint's optimizer has; allowed: the same as "
-            "before, or --no-load-optim",
+            now[group][name] == stored[group].get(name),
+            f"{flag_of(name)}: not as when the checkpoint's optimizer was saved; allowed: the "
+            "same as then, or --no-load-optim",
         )
 
 

@@ -24,7 +24,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.errors import BadInput
+from megatron_lengen.errors import Parser
 from megatron_lengen.training.settings import TrainingSettings
 
 SOURCES: dict[str, type] = {
@@ -115,7 +115,7 @@ def flag_of(field: str) -> str:
 
 def build_parser(description: str) -> argparse.ArgumentParser:
     """A parser whose namespace holds only what was given, by field name."""
-    parser = _Parser(
+    parser = Parser(
         description=description,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -125,11 +125,6 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     for flag in all_flags():
         _add(groups[flag.group], flag)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise BadInput(message.removeprefix("argument "))
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:

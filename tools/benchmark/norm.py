@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lengen.compat import versions
-from megatron_lengen.data.cli import Parser
-from megatron_lengen.errors import require, run_main
+from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.ops import native
 from megatron_lengen.ops.mask import STEPS, MaskCoordinates
 from megatron_lengen.ops.rmsnorm import Dropout, rms_norm_dropout

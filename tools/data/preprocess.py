@@ -11,8 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.data.cli import Parser
-from megatron_lengen.errors import BadInput, run_main
+from megatron_lengen.errors import BadInput, Parser, run_main
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.data.cli import Parser
 from megatron_lengen.data.corpus import STYLES, NeedleSettings
-from megatron_lengen.errors import run_main
+from megatron_lengen.errors import Parser, run_main
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.data.cli import Parser
-from megatron_lengen.errors import require, run_main
+from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.evaluation import results, sources
 
 
@@ -103,27 +102,25 @@ def main() -> int:
         "seed": args.seed,
         "batch_tokens": args.batch_tokens,
         "train_length": args.train_length or sources.training_length(source),
-        "tokenizer": args.tokenizer,
-        "device": args.device,
-        "dtype": args.dtype,
+        **results.model_settings(args),
     }
     from megatron_lengen.evaluation import needle
 
-    found = results.finished_results(args.output, settings, args.force)
-    if found is None:
-        found = evaluate(args, source, settings)
-    else:
-        print(f"{args.output} already has these results:")
+    def measure(folder: Path) -> dict:
+        return evaluate(args, source, settings["train_length"], folder)
+
+    found = results.measure_once(args.output, settings, args.force, measure, needle.draw)
     print(needle.table(found))
     return 0
 
 
-def evaluate(args: argparse.Namespace, source: sources.ModelSource, settings: dict) -> dict:
-    """Load, measure, draw, write."""
+def evaluate(
+    args: argparse.Namespace, source: sources.ModelSource, train_length: int | None, folder: Path
+) -> dict:
+    """Load, make the samples, measure."""
     from megatron_lengen.evaluation import model as models
     from megatron_lengen.evaluation import needle
 
-    folder = results.prepare_output(args.output)
     tokenizer = models.load_tokenizer(source, args.tokenizer)
     task = needle.NeedleTask(
         style=args.style,
@@ -137,18 +134,10 @@ def evaluate(args: argparse.Namespace, source: sources.ModelSource, settings: di
     samples = {n: needle.make_samples(tokenizer, n, args.samples, task) for n in args.lengths}
     model = models.load_model(source, args.device, args.dtype)
     scores, outputs = needle.evaluate_needle(
-        model, tokenizer, samples, args.batch_tokens, settings["train_length"]
+        model, tokenizer, samples, args.batch_tokens, train_length
     )
-    found = {
-        "settings": settings,
-        "model": model.describe(),
-        **scores,
-        "versions": results.versions(),
-    }
     needle.write_outputs(folder / "samples.jsonl", outputs)
-    needle.draw(found, folder / "needle.png")
-    results.write_results(folder, found)
-    return found
+    return {"model": model.describe(), **scores}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.data.cli import Parser
-from megatron_lengen.errors import require, run_main
+from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.evaluation import results, sources
 
 
@@ -74,44 +73,33 @@ def main() -> int:
         "documents": args.documents,
         "bucket": args.bucket,
         "train_length": args.train_length or sources.training_length(source),
-        "tokenizer": args.tokenizer,
-        "device": args.device,
-        "dtype": args.dtype,
+        **results.model_settings(args),
     }
     from megatron_lengen.evaluation import position_loss
 
-    found = results.finished_results(args.output, settings, args.force)
-    if found is None:
-        found = evaluate(args, source, settings)
-    else:
-        print(f"{args.output} already has these results:")
+    def measure(folder: Path) -> dict:
+        return evaluate(args, source, settings["train_length"])
+
+    found = results.measure_once(args.output, settings, args.force, measure, position_loss.draw)
     print(position_loss.table(found))
     return 0
 
 
-def evaluate(args: argparse.Namespace, source: sources.ModelSource, settings: dict) -> dict:
-    """Load, measure, draw, write."""
+def evaluate(
+    args: argparse.Namespace, source: sources.ModelSource, train_length: int | None
+) -> dict:
+    """Load, read the documents, measure."""
     from megatron_lengen.evaluation import model as models
     from megatron_lengen.evaluation import position_loss
 
-    folder = results.prepare_output(args.output)
     tokenizer = models.load_tokenizer(source, args.tokenizer)
     model = models.load_model(source, args.device, args.dtype)
     length = args.max_length or model.describe()["max_position_embeddings"]
     require(length is not None, "--max-length: the model names no length of its own; give one")
     texts = position_loss.read_documents(args.data, args.text_key)
     documents = position_loss.long_documents(texts, tokenizer, length, args.documents)
-    found = {
-        "settings": settings,
-        "model": model.describe(),
-        **position_loss.evaluate_position_loss(
-            model, documents, args.bucket, settings["train_length"]
-        ),
-        "versions": results.versions(),
-    }
-    position_loss.draw(found, folder / "position_loss.png")
-    results.write_results(folder, found)
-    return found
+    scores = position_loss.evaluate_position_loss(model, documents, args.bucket, train_length)
+    return {"model": model.describe(), **scores}
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.data.cli import Parser
-from megatron_lengen.errors import require, run_main
+from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.evaluation import results
 
 

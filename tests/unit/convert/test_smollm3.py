@@ -7,7 +7,8 @@ import torch
 from conversion_models import FULL, SLIDING, random_smollm3
 
 from megatron_lengen.config import LengenConfig, config_from_architecture
-from megatron_lengen.convert.families import AttentionKind, family_for, parse_settings
+from megatron_lengen.convert.families import family_for, parse_settings
+from megatron_lengen.convert.family import AttentionKind
 from megatron_lengen.convert.smollm3 import SmolLM3
 from megatron_lengen.convert.to_megatron import effective_config
 from megatron_lengen.errors import BadInput
