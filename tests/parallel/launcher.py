@@ -108,7 +108,7 @@ def wait(started: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
     return [process.wait() for process in started]
 
 
-def train(folder: Path, processes: int, runs: list[Run], timeout: float = 240) -> None:
+def train(folder: Path, processes: int, runs: list[Run], timeout: float = 600) -> None:
     """Do runs one after the other in one set of processes; fails with the log of a failed rank."""
     job = folder / f"job{processes}.json"
     job.write_text(json.dumps([{**vars(run), "flags": argv(run.flags)} for run in runs]))
