@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -199,6 +200,12 @@ class TrainingSettings:
         ):
             if given is not None:
                 _at_least(1, flag, given)
+        for flag, minutes in (
+            ("--exit-duration-in-mins", self.exit_duration_in_mins),
+            ("--distributed-timeout-minutes", self.distributed_timeout_minutes),
+        ):
+            require(minutes is None or minutes > 0, f"{flag}: found {minutes}; allowed: above 0")
+        require(self.ckpt_step is None or self.load is not None, "--ckpt-step: needs --load")
         self._check_schedule(lr, min_lr)
         self._check_data()
         require(
@@ -208,7 +215,7 @@ class TrainingSettings:
     def _check_schedule(self, lr: float | None, min_lr: float | None) -> None:
         require(lr is not None, "--lr: not given; allowed: a rate above 0")
         assert lr is not None
-        require(lr > 0, f"--lr: found {lr}; allowed: above 0")
+        require(0 < lr < math.inf, f"--lr: found {lr}; allowed: a rate above 0")
         low = min_lr or 0.0
         require(0 <= low <= lr, f"--min-lr: found {low}; allowed: 0 to --lr ({lr})")
         require(
@@ -218,6 +225,11 @@ class TrainingSettings:
         require(
             self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
             "--lr-warmup-iters and --lr-warmup-fraction: found both; give one of them",
+        )
+        fraction = self.lr_warmup_fraction
+        require(
+            fraction is None or 0 <= fraction < 1,
+            f"--lr-warmup-fraction: found {fraction}; allowed: 0 to below 1",
         )
         require(
             0 <= self.warmup_iters < self.decay_iters,

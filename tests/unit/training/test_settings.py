@@ -1,0 +1,175 @@
+"""Everything that cannot work together is refused in one line, before anything is built."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import MODEL, RUN, cpu_seconds, settings_of
+
+from megatron_lengen.errors import BadInput
+
+PRETRAIN = Path(__file__).parents[3] / "pretrain_gpt.py"
+
+# flags on top of a good run -> what the one line must say
+REFUSED = {
+    "--train-iters 0": "--train-iters: found 0",
+    "--micro-batch-size 0": "--micro-batch-size: found 0",
+    "--micro-batch-size 3": "--global-batch-size: found 4; .*--micro-batch-size 3",
+    "--global-batch-size 0": "--global-batch-size: found 0",
+    "--global-batch-size -4": "--global-batch-size: found -4",
+    "--eval-iters -1": "--eval-iters: found -1",
+    "--eval-interval -1": "--eval-interval: found -1",
+    "--num-workers -1": "--num-workers: found -1",
+    "--log-interval 0": "--log-interval: found 0",
+    "--save-interval 0 --save x": "--save-interval: found 0",
+    "--save-interval 5": "--save-interval: needs --save",
+    "--exit-interval 0": "--exit-interval: found 0",
+    "--lr 0": "--lr: found 0",
+    "--lr nan": "--lr: found nan",
+    "--lr inf": "--lr: found inf",
+    "--min-lr 1": "--min-lr: found 1",
+    "--min-lr -1": "--min-lr: found -1",
+    "--lr-warmup-init 1": "--lr-warmup-init: found 1",
+    "--lr-warmup-iters 12": "--lr-warmup-iters: found 12",
+    "--lr-warmup-iters -1": "--lr-warmup-iters: found -1",
+    "--lr-warmup-iters 1 --lr-warmup-fraction 0.1": "--lr-warmup-iters and --lr-warmup-fraction",
+    "--lr-warmup-fraction 1": "--lr-warmup-fraction: found 1",
+    "--lr-decay-iters 0": "--lr-decay-iters: found 0",
+    "--lr-decay-style WSD": "--lr-wsd-decay-iters",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 13": "--lr-wsd-decay-iters: found 13",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 11 --lr-warmup-iters 2": "--lr-wsd-decay-iters",
+    "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler": "found both",
+    "--weight-decay -1": "--weight-decay: found -1",
+    "--clip-grad -1": "--clip-grad: found -1",
+    "--adam-beta1 1": "--adam-beta1: found 1",
+    "--adam-beta2 -0.1": "--adam-beta2: found -0.1",
+    "--adam-eps -1": "--adam-eps: found -1",
+    "--overlap-param-gather": "--overlap-param-gather: needs --use-distributed-optimizer",
+    "--recompute-method uniform": "--recompute-method: needs --recompute-granularity",
+    "--recompute-num-layers 1": "--recompute-num-layers: needs --recompute-granularity",
+    "--data-path a": "--data-path and --mock-data",
+    "--split 0,1,0": "--split: found 0,1,0",
+    "--split a": "--split: found a",
+    "--split 1,1,1,1": "--split: found 1,1,1,1",
+    "--valid-data-path a": "--valid-data-path",
+    "--data-cache-path /etc/hostname/x": "--data-cache-path: cannot write",
+    "--metrics-jsonl /tmp": "--metrics-jsonl: found the folder",
+    "--save /etc/hostname": "--save: found the file",
+    "--load /nonexistent": "--load: found no checkpoint in /nonexistent",
+    "--ckpt-step 3": "--ckpt-step: needs --load",
+    "--vocab-size 0": "--vocab-size",
+    "--tensor-model-parallel-size 2": "--tensor-model-parallel-size 2 .*found 1 process",
+    "--pipeline-model-parallel-size 2": "--pipeline-model-parallel-size 2: found 1 process",
+    "--exit-duration-in-mins 0": "--exit-duration-in-mins: found 0",
+    "--distributed-timeout-minutes 0": "--distributed-timeout-minutes: found 0",
+    "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63": "--seq-length: found 63",
+    "--dropout-variant vpad --dropout-rate 1": "--dropout-rate: found 1",
+    "--dropout-variant vpad --dropout-rate -0.1": "--dropout-rate: found -0.1",
+    "--sliding-window 0": "--sliding-window: found 0",
+    "--num-query-groups 3": "--num-query-groups",
+}
+WITHOUT = {
+    "--mock-data": "data: found none; allowed: one of --data-path",
+    "--lr": "--lr: not given",
+    "--tokenizer-type": "--tokenizer-model: not given",
+    "--num-layers": "--num-layers: found 0",
+    "--train-iters": "--train-iters: found 0",
+}
+
+
+def without(flag: str) -> str:
+    """The good command line but for one flag and its value."""
+    words = f"{MODEL} {RUN}".split()
+    at = words.index(flag)
+    end = at + 1 if flag == "--mock-data" else at + 2
+    return " ".join(words[:at] + words[end:])
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_refused_in_one_line(flags):
+    with pytest.raises(BadInput, match=REFUSED[flags]) as caught:
+        settings_of(flags)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", WITHOUT)
+def test_what_is_needed_is_named(flag):
+    with pytest.raises(BadInput, match=WITHOUT[flag]):
+        settings_of(base=without(flag))
+
+
+@pytest.mark.parametrize(
+    "flags, processes, message",
+    [
+        ("--tensor-model-parallel-size 2", 3, "found 3 processes; allowed: multiples of 2"),
+        ("--global-batch-size 6 --micro-batch-size 2", 2, "--global-batch-size: found 6"),
+    ],
+)
+def test_processes_are_counted(monkeypatch, flags, processes, message):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    with pytest.raises(BadInput, match=message):
+        settings_of(flags)
+
+
+@pytest.mark.parametrize("text, shares", [("99,1,0", 3), ("1", 1), ("0.5,0.5", 2)])
+def test_good_splits(text, shares):
+    assert settings_of(f"--split {text}").training.split.count(",") == shares - 1
+
+
+def test_defaults_that_follow_from_others(monkeypatch):
+    settings = settings_of()
+    assert settings.training.decay_iters == 12 and settings.training.warmup_iters == 0
+    assert settings.model.calculate_per_token_loss
+    assert settings.micro_batches == 4
+    assert settings.optimizer.min_lr == 0.0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    base = without("--global-batch-size")
+    assert settings_of("--micro-batch-size 3", base).training.global_batch_size == 6
+    full = settings_of("--recompute-granularity full").model
+    assert (full.recompute_method, full.recompute_num_layers) == ("uniform", 1)
+    assert settings_of("--bf16").ddp.grad_reduce_in_fp32
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--global-batch-size 3 --micro-batch-size 2",
+        "--lr-decay-style WSD",
+        "--dropout-variant vpad --dropout-rate 1.0",
+        "--num-layers x",
+    ],
+)
+def test_the_script_leaves_with_2_and_one_line(flags):
+    before = cpu_seconds()
+    done = subprocess.run(
+        [sys.executable, PRETRAIN, *f"{MODEL} {RUN} {flags}".split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert cpu_seconds() - before < 10
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: --") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_dry_run_prints_the_configuration_and_builds_nothing(tmp_path):
+    flags = f"{MODEL} {RUN} --dry-run --save {tmp_path / 'ck'} --dropout-variant vpad"
+    done = subprocess.run(
+        [sys.executable, PRETRAIN, *f"{flags} --dropout-rate 0.25".split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["model"]["dropout_rate"] == 0.25
+    assert shown["model"]["window_size"] == [7, 0]
+    assert shown["optimizer"]["lr"] == 1e-3
+    assert shown["training"]["global_batch_size"] == 4
+    assert shown["versions"]["torch"]
+    assert not (tmp_path / "ck").exists()
