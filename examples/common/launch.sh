@@ -173,7 +173,7 @@ for argument in "$@"; do
 done
 check_arguments "$@"
 if ((nodes > 1)) && [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
-    echo "note: not started by srun: waiting for $((nodes - 1)) more machines" >&2
+    echo "note: not started by srun: waiting for the other machines" >&2
 fi
 
 cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)"
