@@ -47,6 +47,11 @@ def have_transformer_engine() -> bool:
     return _imports("transformer_engine")
 
 
+def is_installed(name: str) -> bool:
+    """Whether a package can be found; it is not imported."""
+    return sys.modules.get(name, name) is not None and importlib.util.find_spec(name) is not None
+
+
 def package_version(name: str) -> str | None:
     """Installed version of a distribution, or None."""
     try:

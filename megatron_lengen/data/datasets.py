@@ -7,6 +7,7 @@ depend on the layout, and a resumed run continues at the next number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def blend_of(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights from PREFIX... or WEIGHT PREFIX pairs.
 
     Raises:
-        BadInput: for a mixture of both.
+        BadInput: for a mixture of both, or weights that are no shares.
     """
 
     def number(text: str) -> float | None:
@@ -56,7 +57,36 @@ def blend_of(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
         raise BadInput(
             f"data paths: found {' '.join(paths)}; allowed: prefixes, or WEIGHT PREFIX pairs"
         )
-    return list(paths[1::2]), [w for w in weights if w is not None]
+    shares = [weight for weight in weights if weight is not None]
+    if not all(0 <= share < math.inf for share in shares) or not any(shares):
+        raise BadInput(
+            f"data paths: found the weights {' '.join(paths[::2])}; allowed: 0 or more, not all 0"
+        )
+    return list(paths[1::2]), shares
+
+
+def check_split(prefix: str, documents: int, split: str, validation: bool) -> None:
+    """Raise BadInput where a share that is needed holds no document.
+
+    Megatron-Core would go through such a share over and over without end.
+
+    Args:
+        documents: how many the dataset has.
+        split: shares as in 99,1,0.
+        validation: whether the second share is needed.
+    """
+    shares = [float(share) for share in split.split(",")]
+    total, first = sum(shares), 0
+    for name, index in (("training", 0), ("validation", 1)):
+        last = round(sum(shares[: index + 1]) / total * documents)
+        needed = index == 0 or (validation and len(shares) > 1 and shares[1] > 0)
+        if needed and last <= first:
+            raise BadInput(
+                f"--split: found {split}, which leaves the {name} share of {prefix} ({documents} "
+                "documents) empty; allowed: a larger share, --eval-iters 0, or --train-data-path "
+                "and --valid-data-path"
+            )
+        first = last
 
 
 def build_datasets(
@@ -81,9 +111,10 @@ def build_datasets(
     Returns:
         Training and validation datasets; None where the data has no validation share.
     """
+    validate = samples[1] > 0
     options: dict[str, Any] = {"split": split}
     if train_data_path:
-        valid = blend_of(valid_data_path) if valid_data_path else None
+        valid = blend_of(valid_data_path) if valid_data_path and validate else None
         options = {"blend_per_split": [blend_of(train_data_path), valid, None]}
     elif data_path:
         options["blend"] = blend_of(data_path)
@@ -98,8 +129,15 @@ def build_datasets(
         create_attention_mask=False,
         **options,
     )
+    if config.split_matrix is not None:
+        # Nothing reads the test share.
+        config.split_matrix = [
+            config.split_matrix[0],
+            config.split_matrix[1] if validate else None,
+            None,
+        ]
     cls = MockGPTDataset if config.mock else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(cls, [*samples, None], lambda: True, config)
+    builder = BlendedMegatronDatasetBuilder(cls, [*samples, 0], lambda: True, config)
     train, valid, _ = builder.build()
     if train is None:
         raise BadInput("data: the training share is empty")

@@ -19,10 +19,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_lengen import checkpoint_folder
-from megatron_lengen.compat import versions
+from megatron_lengen.compat import is_installed, versions
 from megatron_lengen.config import ARCHITECTURE_FIELDS, LengenConfig
 from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_lengen.errors import BadInput, is_first_rank, require
+from megatron_lengen.errors import BadInput, is_first_rank, missing_package, require
 from megatron_lengen.runtime import distributed
 from megatron_lengen.training import flags
 from megatron_lengen.training.settings import TrainingSettings
@@ -89,6 +89,7 @@ def parse_settings(argv: Sequence[str] | None, description: str) -> Settings:
     data_parallel_size = distributed.check_layout(model, distributed.world_size())
     training.check(data_parallel_size, optimizer.lr, optimizer.min_lr)
     _check_data_files(training, tokenizer)
+    _check_packages(training)
     return Settings(
         model=model,
         optimizer=optimizer,
@@ -219,14 +220,29 @@ def _data_parallelism(given: dict[str, Any]) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**values)
 
 
+def _check_packages(training: TrainingSettings) -> None:
+    for flag, asked, package in (
+        ("--tensorboard-dir", training.tensorboard_dir, "tensorboard"),
+        ("--wandb-project", training.wandb_project, "wandb"),
+    ):
+        if asked and not is_installed(package):
+            raise missing_package(package, flag)
+
+
 def _check_data_files(training: TrainingSettings, tokenizer: Tokenizer) -> None:
     # Imported here: opening datasets pulls in more of Megatron than most bad flags need.
-    from megatron_lengen.data.datasets import blend_of
+    from megatron_lengen.data.datasets import blend_of, check_split
     from megatron_lengen.data.indexed import check_dataset
 
-    for paths in (training.data_path, training.train_data_path, training.valid_data_path):
+    for flag, paths in (
+        ("--data-path", training.data_path),
+        ("--train-data-path", training.train_data_path),
+        ("--valid-data-path", training.valid_data_path),
+    ):
         for prefix in blend_of(paths)[0] if paths else ():
-            check_dataset(prefix)
+            documents = len(check_dataset(prefix, flag).sequence_lengths)
+            if flag == "--data-path":
+                check_split(prefix, documents, training.split, training.eval_iters > 0)
     for flag, path in (("--metrics-jsonl", training.metrics_jsonl), ("--save", training.save)):
         if path is not None and flag == "--metrics-jsonl" and Path(path).is_dir():
             raise BadInput(f"{flag}: found the folder {path}; allowed: a file")

@@ -1,0 +1,114 @@
+"""Which parameters decay, and what an update does with gradients that are zero or not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import trainer_of
+
+from megatron_lengen.training.optimizer import apply_gradients
+
+GAINS = ["decoder.final_layernorm.weight"] + [
+    f"decoder.layers.{layer}.{name}.weight"
+    for layer in range(4)
+    for name in ("input_layernorm", "pre_mlp_layernorm")
+]
+MATRICES = [
+    f"decoder.layers.{layer}.{name}.weight"
+    for layer in range(4)
+    for name in (
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+    )
+]
+BIASES = [f"decoder.layers.{layer}.self_attention.linear_qkv.bias" for layer in range(4)]
+TABLE, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+# flags -> (names that decay, names that do not)
+GROUPS = {
+    "": ([TABLE, *MATRICES], GAINS),
+    "--add-qkv-bias": ([TABLE, *MATRICES], [*GAINS, *BIASES]),
+    "--no-decay-embeddings": (MATRICES, [TABLE, *GAINS]),
+    "--decay-all --add-qkv-bias": ([TABLE, *MATRICES, *GAINS, *BIASES], []),
+    "--untie-embeddings-and-output-weights": ([TABLE, HEAD, *MATRICES], GAINS),
+    "--untie-embeddings-and-output-weights --no-decay-embeddings": (
+        MATRICES,
+        [TABLE, HEAD, *GAINS],
+    ),
+}
+
+
+def parameters(trainer) -> dict[str, torch.nn.Parameter]:
+    (chunk,) = trainer.chunks
+    return {name.removeprefix("module."): p for name, p in chunk.named_parameters()}
+
+
+def by_decay(trainer) -> tuple[set[str], set[str]]:
+    """Names in groups with and without weight decay, as the optimizer sees them."""
+    names = {id(p): name for name, p in parameters(trainer).items()}
+    decayed: set[str] = set()
+    spared: set[str] = set()
+    for group in trainer.optimizer.param_groups:
+        home = decayed if group["weight_decay"] > 0 else spared
+        home |= {names[id(p)] for p in group["params"]}
+    return decayed, spared
+
+
+@pytest.mark.parametrize("flags", GROUPS)
+def test_parameter_groups(process_groups, flags):
+    decayed, spared = GROUPS[flags]
+    assert by_decay(trainer_of(f"--weight-decay 0.1 {flags}")) == (set(decayed), set(spared))
+
+
+def test_ten_steps_without_gradients(process_groups):
+    """Report 42 of the field: exempt parameters keep every bit, others shrink by 1 - lr wd."""
+    lr, decay = 1e-2, 0.1
+    trainer = trainer_of(f"--weight-decay {decay} --lr {lr} --lr-decay-style constant")
+    _, spared = by_decay(trainer)
+    before = {name: p.detach().clone() for name, p in parameters(trainer).items()}
+    for _ in range(10):
+        for chunk in trainer.chunks:
+            chunk.zero_grad_buffer()
+        assert apply_gradients(trainer.optimizer) == 0
+        trainer.scheduler.step(4)
+    for name, after in parameters(trainer).items():
+        if name in spared:
+            assert torch.equal(after, before[name]), name
+        else:
+            expected = before[name].double() * (1 - lr * decay) ** 10
+            torch.testing.assert_close(after.double(), expected, rtol=1e-6, atol=1e-9)
+            assert not torch.equal(after, before[name]), name
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_norm_and_clipping(process_groups, clip):
+    """The norm is that of all gradients; above the limit they are scaled to it."""
+    trainer = trainer_of(f"--clip-grad {clip}")
+    total = 0.0
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    for index, p in enumerate(parameters(trainer).values()):
+        p.main_grad.fill_(0.01 * (index + 1))
+        total += p.numel() * (0.01 * (index + 1)) ** 2
+    norm = apply_gradients(trainer.optimizer)
+    assert norm == pytest.approx(total**0.5, rel=1e-5) and norm > 0.5
+    scale = clip / norm if clip else 1.0
+    first = next(iter(parameters(trainer).values()))
+    torch.testing.assert_close(
+        first.main_grad, torch.full_like(first, 0.01 * scale), rtol=1e-4, atol=0
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("flags", ["", "--bf16", "--use-distributed-optimizer"])
+def test_bad_gradients_leave_the_weights_alone(process_groups, flags, bad):
+    trainer = trainer_of(f"{flags} --lr-decay-style constant")
+    before = {name: p.detach().clone() for name, p in parameters(trainer).items()}
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    list(parameters(trainer).values())[3].main_grad.view(-1)[0] = bad
+    assert not torch.isfinite(torch.tensor(apply_gradients(trainer.optimizer)))
+    for name, p in parameters(trainer).items():
+        assert torch.equal(p, before[name]), name
