@@ -23,7 +23,7 @@ MODEL = """
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
     --num-query-groups 2 --swiglu --disable-bias-linear --seq-length 24 --sliding-window 8
     --window-attn-skip-freq 4 --no-rope-freq 4 --init-method-std 0.1 --vocab-size 101
-    --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --mock-data --num-workers 0
+    --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --num-workers 0
 """
 SCHEDULE = """
     --global-batch-size 8 --micro-batch-size 2 --lr 5e-3 --lr-warmup-iters 2
@@ -110,11 +110,15 @@ def wait(started: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
 
 def train(folder: Path, processes: int, runs: list[Run], timeout: float = 600) -> None:
     """Do runs one after the other in one set of processes; fails with the log of a failed rank."""
+    work("train_worker.py", folder, processes, runs, timeout)
+
+
+def work(worker: str, folder: Path, processes: int, runs: list[Run], timeout: float = 600) -> None:
+    """Start a worker script of this folder as `WORKER FOLDER JOB.json`, the runs being the job."""
     job = folder / f"job{processes}.json"
     job.write_text(json.dumps([{**vars(run), "flags": argv(run.flags)} for run in runs]))
     logs = folder / f"logs{processes}"
-    started = start([HERE / "train_worker.py", folder, job], processes, logs)
-    codes = wait(started, timeout)
+    codes = wait(start([HERE / worker, folder, job], processes, logs), timeout)
     for rank, code in enumerate(codes):
         if code not in (0, -9):
             raise AssertionError(f"rank {rank} left with {code}:\n{tail(logs, rank)}")
@@ -123,7 +127,8 @@ def train(folder: Path, processes: int, runs: list[Run], timeout: float = 600) -
 
 def argv(flags: str) -> list[str]:
     """Flags of a tiny run, those given last."""
-    return f"{MODEL} {SCHEDULE} {flags}".split()
+    data = "" if "--data-path" in flags else "--mock-data"
+    return f"{MODEL} {data} {SCHEDULE} {flags}".split()
 
 
 def tail(logs: Path, rank: int, characters: int = 4000) -> str:
