@@ -1,8 +1,8 @@
 """A corpus for a tiny run on any machine, with no download: Python's own standard library.
 
 Its modules are real text with long documents; the longest are held out for evaluation and never
-trained on. Generated needle documents (`data.needles`) are mixed into the training text, so that a
-small model has something to recall.
+trained on. Generated needle documents (`data.needles`) come beside them, so that a small model can
+learn to recall; how much of them it sees is the blend's business (--train-data-path).
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ SHORTEST_CHARS = 200
 HELD_OUT = 40
 VALIDATION_SHARE = 0.04
 STYLES = ("pairs", "niah", "mixed")
-NAMES = ("heldout.jsonl", "valid.jsonl", "train.jsonl")
+NAMES = ("heldout.jsonl", "valid.jsonl", "needles.jsonl", "train.jsonl")
 LICENCE = "PSF-2.0 licence, https://docs.python.org/3/license.html"
 
 
 @dataclass(frozen=True)
 class NeedleSettings:
-    """The generated part of the training text.
+    """The generated documents.
 
     Attributes:
-        share: of the training text's characters, 0 to below 1.
+        share: their characters beside those of text and needles together, 0 to below 1.
         lengths: of the documents in tokens, drawn with equal chance.
         style: `pairs`, `niah`, or `mixed` (either, where the length allows niah).
         digits: of each number, 1 to 7.
         needles: key-value lines in a `pairs` document, fewer in short ones; all are asked.
+        questions: how often a `niah` document asks for its number, fewer in short ones.
     """
 
     share: float = 0.25
@@ -52,6 +53,7 @@ class NeedleSettings:
     style: str = "mixed"
     digits: int = 7
     needles: int = 4
+    questions: int = 3
 
     def check(self) -> None:
         """Raise `BadInput` for a value that cannot be used."""
@@ -61,6 +63,9 @@ class NeedleSettings:
         require(self.style in STYLES, f"--needle-style: found {self.style}; allowed: {STYLES}")
         require(1 <= self.digits <= 7, f"--needle-digits: found {self.digits}; allowed: 1 to 7")
         require(self.needles >= 1, f"--needles: found {self.needles}; allowed: 1 or more")
+        require(
+            self.questions >= 1, f"--needle-questions: found {self.questions}; allowed: 1 or more"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,13 @@ class Corpus:
     train: list[str]
     valid: list[str]
     held_out: list[str]
-    needles: int
+    needles: list[str]
 
     def summary(self) -> str:
         """A line for each split, and where the text comes from."""
         rows = (
-            ("train.jsonl", self.train, f", {self.needles} of them generated needle documents"),
+            ("train.jsonl", self.train, ""),
+            ("needles.jsonl", self.needles, ", generated"),
             ("valid.jsonl", self.valid, ""),
             ("heldout.jsonl", self.held_out, f", the shortest {_shortest(self.held_out)} kB"),
         )
@@ -144,7 +150,7 @@ def make_corpus(
     encode: Callable[[str], Sized] = approximate_encode,
     root: Path | None = None,
 ) -> Corpus:
-    """Split the standard library and add needle documents; the same for the same arguments.
+    """Split the standard library and make needle documents; the same for the same arguments.
 
     Args:
         encode: text to tokens, by which needle documents are sized.
@@ -163,9 +169,7 @@ def make_corpus(
     valid_count = max(1, round(VALIDATION_SHARE * len(rest)))
     valid, train = rest[:valid_count], rest[valid_count:]
     generated = _needle_documents(rng, train, needles, encode)
-    mixed = [*train, *generated]
-    rng.shuffle(mixed)
-    return Corpus(mixed, valid, held_out, len(generated))
+    return Corpus(train, valid, held_out, generated)
 
 
 def _needle_documents(
@@ -217,12 +221,12 @@ def _needle_document(
 ) -> str:
     """One document. Its haystack starts at a random line, and needs at most a line for 4 tokens."""
     haystack: str | Sequence[str] = "noise"
-    needles = rng.randint(1, settings.needles)
+    needles, questions = 1, settings.questions
     if style == "pairs":
         start = rng.randrange(len(lines))
         haystack = lines[start : start + length // 4 + 1]
         # A statement and its question take about 12 tokens each with the longest numbers.
-        needles = max(1, min(settings.needles, length // 48))
+        needles = questions = max(1, min(settings.needles, length // 48))
     while True:
         try:
             return needle_example(
@@ -233,16 +237,17 @@ def _needle_document(
                 style=style,
                 digits=settings.digits,
                 needles=needles,
-                questions=needles,
+                questions=questions,
             ).text
         except BadInput:
-            if needles == 1:
+            if questions == 1:
                 raise
-            needles -= 1  # short documents have room for fewer
+            questions -= 1  # short documents have room for fewer
+            needles = min(needles, questions)
 
 
 def write_corpus(corpus: Corpus, output: str | Path, force: bool = False) -> None:
-    """Write heldout.jsonl, valid.jsonl and, last, train.jsonl to the folder `output`."""
+    """Write the four files to the folder `output`, train.jsonl last."""
     folder = Path(output)
     for name in NAMES:
         require(
@@ -253,7 +258,7 @@ def write_corpus(corpus: Corpus, output: str | Path, force: bool = False) -> Non
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--output: cannot make the folder {folder} ({error.strerror})") from error
-    splits = (corpus.held_out, corpus.valid, corpus.train)
+    splits = (corpus.held_out, corpus.valid, corpus.needles, corpus.train)
     for name, texts in zip(NAMES, splits, strict=True):
         temporary = folder / f"{name}.tmp{os.getpid()}"
         with temporary.open("w", encoding="utf-8", newline="\n") as stream:

@@ -9,6 +9,7 @@ import torch
 from launcher import Run, curve, dumps, train
 
 STEPS = "--train-iters 20"
+FEWER = 6  # enough where nothing is rounded
 LOSS, NORM = 1e-5, 1e-4  # relative
 
 # Dropout of each kind: at the norm, on the sublayers' outputs, at every projection.
@@ -58,7 +59,8 @@ def all_runs(processes: int) -> list[Run]:
         for kind in ("vpad", "everywhere") if needed == processes else ():
             for how, recompute in (("full", FULL), ("selective", SELECTIVE)):
                 name = f"{layout}-{kind}-{how}"
-                runs.append(Run(name, f"{STEPS} {flags} {recompute} {DROPOUT[kind]}"))
+                steps = f"{STEPS} --exit-interval {FEWER}"
+                runs.append(Run(name, f"{steps} {flags} {recompute} {DROPOUT[kind]}"))
     if processes == 2:
         for layout, flags in (("tp", TP), ("sp", SP), ("pp", PP)):
             runs += [
@@ -105,8 +107,8 @@ def test_the_comparison_can_fail(folder):
 def test_recomputation_changes_no_bit(folder, layout, kind, how):
     """Report 5 of the field: recomputing must replay the forward's masks."""
     plain, recomputed = folder / f"{layout}-{kind}.jsonl", folder / f"{layout}-{kind}-{how}.jsonl"
-    assert torch.equal(curve(plain), curve(recomputed))
-    assert torch.equal(curve(plain, "grad_norm"), curve(recomputed, "grad_norm"))
+    for key in ("lm_loss", "grad_norm"):
+        assert torch.equal(curve(plain, key)[:FEWER], curve(recomputed, key))
 
 
 def assembled(folder: Path, name: str, what: str) -> dict[str, torch.Tensor]:

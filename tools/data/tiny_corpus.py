@@ -1,7 +1,7 @@
-"""Make a corpus for a tiny run with no download: train.jsonl, valid.jsonl, heldout.jsonl.
+"""Make a corpus for a tiny run with no download: train, valid, heldout and needles (.jsonl).
 
-The text is the standard library of this Python (PSF-2.0 licence). Needle documents are generated
-into train.jsonl only.
+The text is the standard library of this Python (PSF-2.0 licence); the needle documents are
+generated.
 
 Example:
     python tools/data/tiny_corpus.py --output data/tiny --needle-share 0.3 --needle-length 96 192
@@ -21,17 +21,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tiny_corpus.py",
         description="Split Python's standard library into train, validation and long held-out "
-        "documents, and add generated needle documents to the training text.",
+        "documents, and make needle documents beside them.",
     )
     default = NeedleSettings()
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the three files")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the four files")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the needles (0)")
     parser.add_argument(
         "--needle-share",
         type=float,
         default=default.share,
         metavar="X",
-        help=f"part of the training text that is needle documents ({default.share})",
+        help="needle documents beside text and needle documents together, in characters "
+        f"({default.share})",
     )
     parser.add_argument(
         "--needle-length",
@@ -56,6 +57,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--needles", type=int, default=default.needles, help=f"per document ({default.needles})"
     )
     parser.add_argument(
+        "--needle-questions",
+        type=int,
+        default=default.questions,
+        help=f"how often RULER's sentences ask ({default.questions})",
+    )
+    parser.add_argument(
         "--tokenizer",
         metavar="PATH_OR_ID",
         help="count tokens with it (default: an estimate that suits small vocabularies)",
@@ -76,6 +83,7 @@ def main() -> int:
         args.needle_style,
         args.needle_digits,
         args.needles,
+        args.needle_questions,
     )
     encode = build_tokenizer(args.tokenizer).encode if args.tokenizer else approximate_encode
     corpus = make_corpus(args.seed, settings, encode)

@@ -71,10 +71,11 @@ def test_splits_share_nothing_and_the_longest_are_held_out(library: Path) -> Non
 def test_share_and_lengths_of_needles(share: float, library: Path) -> None:
     settings = NeedleSettings(share=share, lengths=(120, 200))
     corpus = make_corpus(0, settings, root=library)
-    needles = [text for text in corpus.train if is_needle(text)]
-    assert len(needles) == corpus.needles > 0
-    assert not any(map(is_needle, corpus.valid + corpus.held_out))
-    part = sum(map(len, needles)) / sum(map(len, corpus.train))
+    needles = corpus.needles
+    assert needles and all(map(is_needle, needles))
+    assert not any(map(is_needle, corpus.train + corpus.valid + corpus.held_out))
+    generated, text = (sum(map(len, texts)) for texts in (needles, corpus.train))
+    part = generated / (generated + text)
     assert abs(part - share) < 0.03
     sizes = [len(approximate_encode(text)) for text in needles]
     assert all(108 <= size <= 120 or 180 <= size <= 200 for size in sizes)
@@ -84,15 +85,15 @@ def test_needles_are_sized_by_the_tokenizer_that_is_given(library: Path) -> None
     encode = build_tokenizer("byte").encode
     settings = NeedleSettings(lengths=(500,), style="niah")
     corpus = make_corpus(0, settings, encode, root=library)
-    needles = [text for text in corpus.train if is_needle(text)]
+    needles = corpus.needles
     assert len(needles) > 5 and all(450 <= len(encode(text)) <= 500 for text in needles)
 
 
 def test_haystacks_come_from_training_text_only(library: Path) -> None:
     corpus = make_corpus(0, NeedleSettings(style="pairs"), root=library)
-    needles = [text for text in corpus.train if is_needle(text)]
+    needles = corpus.needles
     used = set(re.findall(r"value_\d+_\d+ =", "\n".join(needles)))
-    trained = "\n".join(text for text in corpus.train if not is_needle(text))
+    trained = "\n".join(corpus.train)
     held = "\n".join(corpus.held_out + corpus.valid)
     assert len(used) > 50
     assert all(name in trained and name not in held for name in used)
@@ -107,7 +108,7 @@ def test_same_seed_same_corpus(library: Path) -> None:
 def test_mixed_uses_both_styles_where_there_is_room(library: Path) -> None:
     for lengths, both in (((220,), True), ((80,), False)):
         corpus = make_corpus(0, NeedleSettings(lengths=lengths), root=library)
-        needles = [text for text in corpus.train if is_needle(text)]
+        needles = corpus.needles
         styles = {"provided text" in text for text in needles}
         assert styles == ({True, False} if both else {False})
 
@@ -121,6 +122,7 @@ def test_mixed_uses_both_styles_where_there_is_room(library: Path) -> None:
         ({"lengths": (0,)}, "--needle-length: found 0"),
         ({"digits": 9}, "--needle-digits: found 9"),
         ({"needles": 0}, "--needles: found 0"),
+        ({"questions": 0}, "--needle-questions: found 0"),
         ({"style": "essay"}, "--needle-style: found essay"),
     ],
 )
@@ -136,10 +138,11 @@ def test_files_are_json_lines_and_are_kept_without_force(library: Path, tmp_path
         ("train", corpus.train),
         ("valid", corpus.valid),
         ("heldout", corpus.held_out),
+        ("needles", corpus.needles),
     ):
         lines = (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == [{"text": text} for text in texts]
-    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert len(list((tmp_path / "out").iterdir())) == 4
     with pytest.raises(BadInput, match="--force"):
         write_corpus(corpus, tmp_path / "out")
     write_corpus(corpus, tmp_path / "out", force=True)
