@@ -36,7 +36,7 @@ declare -A VARIANT_ARGS=(
 # A corpus with no download, a tokenizer and a base model, all of this run's size.
 prepare_tiny() {
     RUNS="${RUNS:-wd no_wd vpad}"
-    DATA="$OUT/data/train" VALID="$OUT/data/valid" HELDOUT="$OUT/corpus/heldout.jsonl"
+    HELDOUT="$OUT/corpus/heldout.jsonl"
     TOKENIZER="$OUT/tokenizer/tokenizer.model"
     BASE_CHECKPOINT="$OUT/base"
     NEEDLE_ARGS+=(--lengths "$LENGTH,$((2 * LENGTH)),$((4 * LENGTH)),$((8 * LENGTH)),$((16 * LENGTH))")
@@ -51,21 +51,34 @@ prepare_tiny() {
             --vocab-size "$VOCABULARY" --output "$TOKENIZER"
     fi
     local part
-    for part in train valid; do
+    for part in train needles valid; do
         if [ ! -f "$OUT/data/$part.idx" ]; then
             python_tool tools/data/preprocess.py --input "$OUT/corpus/$part.jsonl" \
                 --tokenizer "$TOKENIZER" --output-prefix "$OUT/data/$part" --force
         fi
     done
     MODEL_ARGS+=(--tokenizer-model "$TOKENIZER")
-    DATA_ARGS=(--train-data-path "$DATA" --valid-data-path "$VALID")
+    DATA_ARGS=(
+        --train-data-path "$TEXT_SHARE" "$OUT/data/train" "$NEEDLE_SHARE" "$OUT/data/needles"
+        --valid-data-path "$OUT/data/valid"
+    )
 
-    headline "base model: $BASE_ITERS iterations at $LENGTH tokens, full attention"
-    if ! is_finished "$BASE_CHECKPOINT" "$BASE_ITERS"; then
-        train "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAINING_ARGS[@]}" "${BASE_ARGS[@]}" \
-            --save "$BASE_CHECKPOINT" --load "$BASE_CHECKPOINT" \
-            --metrics-jsonl "$OUT/base/metrics.jsonl"
-    fi
+    headline "base model, recall: $RECALL_ITERS iterations on needle documents"
+    stage "$OUT/base_recall" "$RECALL_ITERS" "" --train-data-path "$OUT/data/needles" \
+        "${RECALL_ARGS[@]}" --eval-iters 0
+    headline "base model, text and needles: $BASE_ITERS iterations"
+    stage "$OUT/base" "$BASE_ITERS" "$OUT/base_recall" "${DATA_ARGS[@]}" "${BASE_ARGS[@]}"
+}
+
+# stage FOLDER ITERATIONS FROM ARGS...: train in FOLDER, from FROM's weights, or where it was.
+stage() {
+    local folder="$1" iterations="$2" from="$3" load
+    shift 3
+    is_finished "$folder" "$iterations" && return
+    load=(--load "$folder")
+    if [ -n "$from" ] && ! has_checkpoint "$folder"; then load=(--load "$from" --finetune); fi
+    train "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "$@" "${load[@]}" --save "$folder" \
+        --metrics-jsonl "$folder/metrics.jsonl"
 }
 
 # The released stage-3 checkpoint as a Megatron one.
@@ -91,16 +104,13 @@ prepare_3b() {
     DATA_ARGS=(--data-path "$DATA" --split 999,1,0)
 }
 
-# continue_with NAME: continual pre-training of one model, from the base or where it was.
+# continue_with NAME: continual pre-training of one model from the base.
 continue_with() {
-    local folder="$OUT/$1/checkpoints" load=(--load "$BASE_CHECKPOINT" --finetune) settings
+    local settings
     read -ra settings <<<"${VARIANT_ARGS[$1]}"
     headline "$1: $CPT_ITERS iterations with windows of $WINDOW (${VARIANT_ARGS[$1]})"
-    is_finished "$folder" "$CPT_ITERS" && return
-    if has_checkpoint "$folder"; then load=(--load "$folder"); fi
-    train "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAINING_ARGS[@]}" "${CPT_ARGS[@]}" \
-        --sliding-window "$WINDOW" --window-attn-skip-freq 4 "${settings[@]}" \
-        "${load[@]}" --save "$folder" --metrics-jsonl "$OUT/$1/metrics.jsonl"
+    stage "$OUT/$1" "$CPT_ITERS" "$BASE_CHECKPOINT" "${DATA_ARGS[@]}" "${CPT_ARGS[@]}" \
+        "${settings[@]}"
 }
 
 # measure NAME: the model as a Hugging Face folder, verified, and its evaluation.
@@ -108,7 +118,7 @@ measure() {
     local folder="$OUT/$1"
     headline "$1: Hugging Face folder and evaluation"
     if [ ! -f "$folder/huggingface/config.json" ]; then
-        python_tool tools/checkpoint/convert.py to-hf --load "$folder/checkpoints" \
+        python_tool tools/checkpoint/convert.py to-hf --load "$folder" \
             --save "$folder/huggingface"
     fi
     if [ -n "${HELDOUT:-}" ]; then

@@ -46,5 +46,12 @@ is_finished() {
 
 # main_node: whether this node does what is done once (data, conversion, evaluation).
 main_node() {
-    [ "${NODE_RANK:-${SLURM_NODEID:-0}}" = 0 ]
+    local pod=""
+    [ -z "${WORLD_SIZE:-}" ] || pod="${RANK:-}"
+    [ "${NODE_RANK:-${PET_NODE_RANK:-${pod:-${JOB_COMPLETION_INDEX:-${SLURM_NODEID:-0}}}}}" = 0 ]
+}
+
+# fast_bf16: whether this machine multiplies bf16 matrices much faster than fp32 ones.
+fast_bf16() {
+    grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null
 }
