@@ -8,7 +8,7 @@
 
 LENGTH=4096
 WINDOW=4096
-CPT_ITERS=954    # x 256 rows x 4096 tokens = 1.0B tokens
+CPT_ITERS="${CPT_ITERS:-954}"    # x 256 rows x 4096 tokens = 1.0B tokens
 DROPOUT_RATE="${DROPOUT_RATE:-0.3}"
 REVISION="${REVISION:-stage3-step-4720000}"
 TP="${TP:-1}"

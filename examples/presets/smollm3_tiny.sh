@@ -5,9 +5,9 @@
 LENGTH=256    # training length in tokens; evaluation goes to 16 times this
 WINDOW=64     # window of the rotary layers in keys, below the length so that training feels it
 VOCABULARY=2048
-RECALL_ITERS=600
-BASE_ITERS=500
-CPT_ITERS=150
+RECALL_ITERS="${RECALL_ITERS:-1200}"
+BASE_ITERS="${BASE_ITERS:-500}"
+CPT_ITERS="${CPT_ITERS:-150}"
 DROPOUT_RATE=0.3
 
 MODEL_ARGS=(
@@ -65,8 +65,8 @@ CPT_ARGS=(
     --lr-decay-style constant
     --lr-warmup-fraction 0.1
 )
-CORPUS_ARGS=(--needle-share 0.4 --needle-style niah --needle-digits 4
-    --needle-length 112 144 192 240)
+CORPUS_ARGS=(--needle-share 0.55 --needle-style niah --needle-digits 4
+    --needle-length 112 144 192 248)
 TEXT_SHARE=0.7 NEEDLE_SHARE=0.3    # of training rows, after the recall stage
-POSITION_ARGS=(--documents 40 --bucket 64)
-NEEDLE_ARGS=(--style niah --digits 4 --samples 50)
+POSITION_ARGS=(--documents "${DOCUMENTS:-40}" --bucket 64)
+NEEDLE_ARGS=(--style niah --digits 4 --samples "${SAMPLES:-50}")

@@ -7,6 +7,7 @@ depend on the layout, and a resumed run continues at the next number.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -137,6 +138,9 @@ def build_datasets(
             None,
         ]
     cls = MockGPTDataset if config.mock else GPTDataset
+    if config.mock:
+        # Its indices cannot be cached, which Megatron would say three times.
+        logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)
     builder = BlendedMegatronDatasetBuilder(cls, [*samples, 0], lambda: True, config)
     train, valid, _ = builder.build()
     if train is None:

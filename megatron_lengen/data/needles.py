@@ -152,9 +152,7 @@ def needle_example(
     earlier = [statements[i % needles] for i in range(1, questions)]
     if style == "niah":
         sentences = [NEEDLE.format(key=k, value=v) for k, v in statements]
-        before = "".join(
-            f"\n{ANSWER.strip().format(key=k)} {v}." for k, v in earlier
-        )
+        before = "".join(f"\n{ANSWER.strip().format(key=k)} {v}." for k, v in earlier)
         head, tail, answer = HEAD, before + QUESTION.format(key=key), f" {value}"
     else:
         sentences = [f"{k}={v}" for k, v in statements]

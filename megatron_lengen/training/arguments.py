@@ -168,6 +168,10 @@ def _model(given: dict[str, Any], tokenizer: Tokenizer) -> LengenConfig:
         f"--dropout-rate: not given with --dropout-variant {values.get('dropout_variant')}; "
         "allowed: a probability",
     )
+    require(
+        not {"sliding_window", "window_size"} <= set(values),
+        "--sliding-window and --window-size: found both; give one of them",
+    )
     dtype = torch.bfloat16 if values.get("bf16") else torch.float32
     values.update(
         params_dtype=dtype,
