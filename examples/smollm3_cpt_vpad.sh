@@ -110,7 +110,7 @@ continue_with() {
     read -ra settings <<<"${VARIANT_ARGS[$1]}"
     headline "$1: $CPT_ITERS iterations with windows of $WINDOW (${VARIANT_ARGS[$1]})"
     stage "$OUT/$1" "$CPT_ITERS" "$BASE_CHECKPOINT" "${DATA_ARGS[@]}" "${CPT_ARGS[@]}" \
-        "${settings[@]}"
+        --sliding-window "$WINDOW" --window-attn-skip-freq 4 "${settings[@]}"
 }
 
 # measure NAME: the model as a Hugging Face folder, verified, and its evaluation.

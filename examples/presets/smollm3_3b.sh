@@ -17,8 +17,6 @@ MODEL_ARGS=(
     --seq-length "$LENGTH"
     --max-position-embeddings 65536
     --no-rope-freq 4
-    --sliding-window "$WINDOW"
-    --window-attn-skip-freq 4
     --tensor-model-parallel-size "$TP"
     --pipeline-model-parallel-size "${PP:-1}"
 )

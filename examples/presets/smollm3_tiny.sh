@@ -3,12 +3,12 @@
 # a window of the training length, every fourth layer without positions and global.
 
 LENGTH=256    # training length in tokens; evaluation goes to 16 times this
-WINDOW=64     # window of the rotary layers in keys, below the length so that training feels it
+WINDOW=256    # window of the rotary layers in keys, equal to the length as in the paper
 VOCABULARY=2048
-RECALL_ITERS="${RECALL_ITERS:-1200}"
+RECALL_ITERS="${RECALL_ITERS:-1400}"
 BASE_ITERS="${BASE_ITERS:-500}"
-CPT_ITERS="${CPT_ITERS:-150}"
-DROPOUT_RATE=0.3
+CPT_ITERS="${CPT_ITERS:-200}"
+DROPOUT_RATE=0.1    # as the paper takes for its small models
 
 MODEL_ARGS=(
     --num-layers 4
@@ -22,8 +22,6 @@ MODEL_ARGS=(
     --init-method-std 0.06
     --no-rope-freq 4
     --seq-length "$LENGTH"
-    --sliding-window "$WINDOW"
-    --window-attn-skip-freq 4
 )
 TRAINING_ARGS=(
     --micro-batch-size 8
@@ -61,12 +59,12 @@ BASE_ARGS=(
 CPT_ARGS=(
     --global-batch-size 16
     --train-iters "$CPT_ITERS"
-    --lr 3e-4
+    --lr 6e-4
     --lr-decay-style constant
     --lr-warmup-fraction 0.1
 )
-CORPUS_ARGS=(--needle-share 0.55 --needle-style niah --needle-digits 4
+CORPUS_ARGS=(--needle-share 0.55 --needle-style niah --needle-digits 2
     --needle-length 112 144 192 248)
 TEXT_SHARE=0.7 NEEDLE_SHARE=0.3    # of training rows, after the recall stage
 POSITION_ARGS=(--documents "${DOCUMENTS:-40}" --bucket 64)
-NEEDLE_ARGS=(--style niah --digits 4 --samples "${SAMPLES:-50}")
+NEEDLE_ARGS=(--style niah --digits 2 --samples "${SAMPLES:-50}")

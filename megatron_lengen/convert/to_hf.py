@@ -151,14 +151,16 @@ def load_state_dict_as_hf(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Loading without transformers' progress bars."""
+    """Transformers without its progress bars and reminders; what matters is checked by callers."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 

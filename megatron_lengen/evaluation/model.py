@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lengen.convert.to_hf import quiet_transformers
 from megatron_lengen.errors import BadInput
 from megatron_lengen.evaluation.attention import ATTENTION_NAME, register_attention
 from megatron_lengen.evaluation.sources import ModelSource
@@ -126,9 +127,11 @@ class EvaluationModel:
         settings = GenerationConfig(
             max_new_tokens=new_tokens, do_sample=False, use_cache=True, pad_token_id=0
         )
-        output = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings
-        )
+        # Lengths beyond the declared maximum are the point here; transformers would remind of it.
+        with quiet_transformers():
+            output = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
         return output[:, ids.shape[1] :].cpu()
 
     def _placed(self, ids: Tensor) -> Tensor:
@@ -222,8 +225,6 @@ def _device(name: str) -> torch.device:
 
 def _from_pretrained(source: ModelSource, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
-
-    from megatron_lengen.convert.to_hf import quiet_transformers
 
     revision = source.revision or "main"
     try:

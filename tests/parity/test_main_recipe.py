@@ -61,8 +61,8 @@ def test_the_models_differ_in_weight_decay_and_dropout_alone(finished: tuple[Pat
             model["dropout_variant"],
             model["dropout_rate"],
         )
-        assert model["sliding_window"] == 64
-    assert found == {"wd": (0.1, "none", 0), "no_wd": (0, "none", 0), "vpad": (0, "vpad", 0.3)}
+        assert model["sliding_window"] == 256
+    assert found == {"wd": (0.1, "none", 0), "no_wd": (0, "none", 0), "vpad": (0, "vpad", 0.1)}
     losses = {
         name: [json.loads(row)["lm_loss"] for row in (out / name / "metrics.jsonl").open()]
         for name in NAMES
@@ -78,7 +78,7 @@ def test_the_exported_models_load_as_unmodified_ones(finished: tuple[Path, str])
     assert config.model_type == "smollm3"
     assert config.no_rope_layers == [1, 1, 1, 0]
     assert config.layer_types == ["sliding_attention"] * 3 + ["full_attention"]
-    assert config.sliding_window == 64
+    assert config.sliding_window == 256
 
 
 def test_started_again_it_trains_nothing(finished: tuple[Path, str]) -> None:
