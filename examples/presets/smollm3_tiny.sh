@@ -5,7 +5,7 @@
 LENGTH=256    # training length in tokens; evaluation goes to 16 times this
 WINDOW=256    # window of the rotary layers in keys, equal to the length as in the paper
 VOCABULARY=2048
-RECALL_ITERS="${RECALL_ITERS:-1400}"
+RECALL_ITERS="${RECALL_ITERS:-1200}"
 BASE_ITERS="${BASE_ITERS:-500}"
 CPT_ITERS="${CPT_ITERS:-200}"
 DROPOUT_RATE=0.1    # as the paper takes for its small models
@@ -19,7 +19,7 @@ MODEL_ARGS=(
     --swiglu
     --disable-bias-linear
     --norm-epsilon 1e-6
-    --init-method-std 0.06
+    --init-method-std 0.08
     --no-rope-freq 4
     --seq-length "$LENGTH"
 )
@@ -64,7 +64,7 @@ CPT_ARGS=(
     --lr-warmup-fraction 0.1
 )
 CORPUS_ARGS=(--needle-share 0.55 --needle-style niah --needle-digits 2
-    --needle-length 112 144 192 248)
+    --needle-length 128 136 144 152 192 248 --needle-questions 4)
 TEXT_SHARE=0.7 NEEDLE_SHARE=0.3    # of training rows, after the recall stage
 POSITION_ARGS=(--documents "${DOCUMENTS:-40}" --bucket 64)
 NEEDLE_ARGS=(--style niah --digits 2 --samples "${SAMPLES:-50}")
