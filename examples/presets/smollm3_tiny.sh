@@ -33,7 +33,7 @@ TRAINING_ARGS=(
     --eval-interval 0
     --save-interval 200
 )
-# Half the time and more precision than fp32 matrices need at this size, where the CPU has it.
+# A little more than half the time of fp32, on processors that multiply bf16 matrices.
 if fast_bf16; then
     TRAINING_ARGS+=(--bf16)
 fi
