@@ -48,6 +48,21 @@ ARCHITECTURE_FIELDS = (
 )
 
 
+# The method's own settings: a resumed run keeps them unless flags say otherwise.
+METHOD_FIELDS = (
+    "seed",
+    "dropout_variant",
+    "dropout_variant_file",
+    "dropout_rate",
+    "dropout_layers",
+    "dropout_apply_to",
+    "dropout_skip_modules",
+    "dropout_keep_final_norm",
+    "dropout_detach_alpha",
+    "dropout_detach_beta",
+)
+
+
 class LayerKind(NamedTuple):
     """What one layer's attention does with positions and distance."""
 

@@ -5,17 +5,36 @@ Called once, while a `LengenConfig` is made; nothing else looks at these combina
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from typing import TYPE_CHECKING
+
+import torch
 
 from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.errors import BadInput, require
 from megatron_lengen.ops.mask import STEPS
-from megatron_lengen.ops.variants import get_variant, load_variant_file, variant_names
+from megatron_lengen.ops.variants import (
+    get_variant,
+    load_variant_file,
+    row_coefficients,
+    variant_names,
+)
 
 if TYPE_CHECKING:
     from megatron_lengen.config import LengenConfig
 
+# Modules of a layer that can have dropout, as models.sites names them.
+DROPOUT_MODULES = (
+    "input_layernorm",
+    "pre_mlp_layernorm",
+    "self_attn_bda",
+    "mlp_bda",
+    *(f"self_attention.linear_qkv.{letter}" for letter in "qkv"),
+    "self_attention.linear_proj.o",
+    *(f"mlp.linear_fc1.{letter}" for letter in "gu"),
+    "mlp.linear_fc2.d",
+)
 PROJECTION_LETTERS = ("q", "k", "v", "o", "g", "u", "d")
 
 
@@ -144,6 +163,9 @@ def _check_dropout(config: LengenConfig) -> None:
     if config.dropout_variant_file is not None:
         try:
             load_variant_file(config.dropout_variant_file)
+            if config.dropout_variant in variant_names():
+                rows = torch.tensor([[0.0, 0.5]])
+                row_coefficients(config.dropout_variant, rows, torch.ones(1, 2), 0.5)
         except Exception as error:  # a file of the user's raises whatever it likes
             raise BadInput(
                 f"--dropout-variant-file: cannot use {config.dropout_variant_file} "
@@ -166,6 +188,7 @@ def _check_dropout(config: LengenConfig) -> None:
     )
     if config.dropout_layers is not None:
         parse_layers(config.dropout_layers, config.num_layers)
+    _check_skipped(config)
     for letter in config.dropout_letters:
         require(
             letter in PROJECTION_LETTERS,
@@ -192,6 +215,20 @@ def _check_dropout(config: LengenConfig) -> None:
         config.attention_dropout == 0,
         f"--attention-dropout: found {config.attention_dropout}; allowed: 0",
     )
+
+
+def _check_skipped(config: LengenConfig) -> None:
+    """Every pattern of --dropout-skip-modules meets a module that could have dropout."""
+    if config.dropout_skip_modules is None:
+        return
+    names = [f"decoder.layers.{i}.{s}" for i in range(config.num_layers) for s in DROPOUT_MODULES]
+    names.append("decoder.final_layernorm")
+    for pattern in config.dropout_skip_modules.split(","):
+        require(
+            bool(fnmatch.filter(names, pattern.strip())),
+            f"--dropout-skip-modules: {pattern.strip()!r} matches no module; allowed: patterns of "
+            f"names such as {names[0]}",
+        )
 
 
 def _check_unsupported(config: LengenConfig) -> None:

@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import is_installed, versions
-from megatron_lengen.config import ARCHITECTURE_FIELDS, LengenConfig
+from megatron_lengen.config import ARCHITECTURE_FIELDS, METHOD_FIELDS, LengenConfig
+from megatron_lengen.config_checks import per_layer
 from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lengen.errors import BadInput, is_first_rank, missing_package, require
 from megatron_lengen.runtime import distributed
@@ -82,7 +84,7 @@ def parse_settings(argv: Sequence[str] | None, description: str) -> Settings:
     given = vars(flags.build_parser(description).parse_args(argv))
     training = TrainingSettings(**flags.dataclass_values(TrainingSettings, given))
     found = _find_checkpoint(training)
-    given = _with_architecture(given, found)
+    given = _with_checkpoint(given, found, training)
     tokenizer = _tokenizer(training, given)
     model = _model(given, tokenizer)
     optimizer = _optimizer(given, model)
@@ -119,14 +121,18 @@ def _find_checkpoint(training: TrainingSettings) -> checkpoint_folder.Found | No
     return found
 
 
-def _with_architecture(
-    given: dict[str, Any], found: checkpoint_folder.Found | None
+def _with_checkpoint(
+    given: dict[str, Any], found: checkpoint_folder.Found | None, training: TrainingSettings
 ) -> dict[str, Any]:
-    """The architecture comes from the checkpoint; flags given explicitly win, with one line."""
+    """The architecture comes from the checkpoint, and for a run that goes on so do the method's
+    settings; flags given explicitly win, with one line."""
     if found is None:
         return given
     stored = found.description.get("model", {})
     architecture = {name: stored[name] for name in ARCHITECTURE_FIELDS if name in stored}
+    if not (found.release or training.finetune):
+        stored = found.description["arguments"]["model"]
+        architecture |= {name: stored[name] for name in METHOD_FIELDS if name in stored}
     if "window_size" in given:
         architecture.pop("sliding_window", None)
     for name in _SHAPES:
@@ -138,11 +144,24 @@ def _with_architecture(
     changed = [
         f"{flags.flag_of(name)} {given[name]} (checkpoint: {value})"
         for name, value in architecture.items()
-        if name in given and given[name] != value
+        if name in given and not _same(name, given[name], value, architecture["num_layers"])
     ]
     if changed and is_first_rank():
         logger.warning("given flags replace the checkpoint's settings: %s", "; ".join(changed))
     return {**architecture, **given}
+
+
+def _same(name: str, given: Any, stored: Any, layers: int) -> bool:
+    """Whether two values of a field say the same; layer patterns have several spellings."""
+    if name == "no_rope_freq":
+        return per_layer(given, layers) == per_layer(stored, layers)
+    if name == "window_attn_skip_freq":
+        return all(
+            is_layer_window_attention((0, 0), given, i)
+            == is_layer_window_attention((0, 0), stored, i)
+            for i in range(1, layers + 1)
+        )
+    return given == stored
 
 
 def _tokenizer(training: TrainingSettings, given: dict[str, Any]) -> Tokenizer:
