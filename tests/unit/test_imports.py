@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_lengen"
 
 # What each room may import besides itself: the whole of "imports point down only".
-GROUND = {"config", "compat", "errors"}
+GROUND = {"config", "config_checks", "compat", "errors"}
 BELOW_MODELS = GROUND | {"runtime", "data"}
 MAY_IMPORT = {
     "errors": set(),

@@ -6,6 +6,7 @@ import pytest
 from tiny_models import tiny_config
 from torch import nn
 
+from megatron_lengen.config_checks import DROPOUT_MODULES
 from megatron_lengen.layers.dropout import DropoutSite, ResidualAdd, Site
 from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedRows, _MaskedColumns
@@ -120,6 +121,9 @@ def test_exactly_the_named_places_draw_masks(changes, expected):
     assert set(found) == expected
     # What the model says it did is what its modules hold.
     assert assign_sites(model, config) == found
+    # The names that --dropout-skip-modules is checked against are these.
+    in_a_layer = {name.split(".", 3)[3] for name in found if name.startswith("decoder.layers.")}
+    assert in_a_layer <= set(DROPOUT_MODULES)
 
 
 def test_sites_carry_their_coordinates():

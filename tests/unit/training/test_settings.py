@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 from runs import MODEL, RUN, cpu_seconds, settings_of
 
+from megatron_lengen.checkpoint_folder import Found
 from megatron_lengen.errors import BadInput
+from megatron_lengen.training import arguments
 
 PRETRAIN = Path(__file__).parents[3] / "pretrain_gpt.py"
 
 # flags on top of a good run -> what the one line must say
 REFUSED = {
     "--train-iters 0": "--train-iters: found 0",
+    "--window-size 7,0": "--sliding-window and --window-size: found both",
+    "--dropout-variant vpad": "--dropout-rate: not given with --dropout-variant vpad",
+    "--dropout-skip-modules decoder.layers.9.*": "'decoder.layers.9.*' matches no module",
     "--micro-batch-size 0": "--micro-batch-size: found 0",
     "--micro-batch-size 3": "--global-batch-size: found 4; .*--micro-batch-size 3",
     "--global-batch-size 0": "--global-batch-size: found 0",
@@ -173,3 +178,42 @@ def test_dry_run_prints_the_configuration_and_builds_nothing(tmp_path):
     assert shown["training"]["global_batch_size"] == 4
     assert shown["versions"]["torch"]
     assert not (tmp_path / "ck").exists()
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [("return mean", "must return alpha and beta"), ("return 1.0, rate * men", "NameError")],
+)
+def test_a_variant_that_cannot_work_is_found_before_the_run(tmp_path, body, message):
+    name = f"broken_{len(body)}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(
+        "from megatron_lengen.ops.variants import register_variant\n"
+        f'@register_variant("{name}")\ndef {name}(mean, variance, rate):\n    {body}\n'
+    )
+    with pytest.raises(BadInput, match=f"--dropout-variant-file: .*{message}"):
+        settings_of(f"--dropout-variant {name} --dropout-rate 0.1 --dropout-variant-file {file}")
+
+
+def stored_run(monkeypatch, release=False):
+    """Make `--load` find a checkpoint of a run with VPAD."""
+    run = settings_of("--dropout-variant vpad --dropout-rate 0.3 --seed 7")
+    description = {"model": run.model.architecture(), "arguments": run.as_json()}
+    found = Found(Path("run/iter_0000004"), 4, release, description)
+    monkeypatch.setattr(arguments, "_find_checkpoint", lambda training: found)
+
+
+def test_a_resumed_run_keeps_its_dropout(monkeypatch, caplog):
+    stored_run(monkeypatch)
+    model = settings_of("--load run").model
+    assert (model.dropout_variant, model.dropout_rate, model.seed) == ("vpad", 0.3, 7)
+    assert "replace" not in caplog.text  # the same layer patterns, in another spelling
+    assert settings_of("--load run --dropout-rate 0.2").model.dropout_rate == 0.2
+    assert "--dropout-rate 0.2 (checkpoint: 0.3)" in caplog.text
+
+
+@pytest.mark.parametrize("flags, release", [("--finetune", False), ("", True)])
+def test_a_run_that_starts_from_weights_does_not(monkeypatch, flags, release):
+    stored_run(monkeypatch, release)
+    model = settings_of(f"--load run {flags}").model
+    assert (model.dropout_variant, model.seed) == ("none", 1234)
