@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lengen.config import METHOD_FIELDS
+
 # Settings worth a reader's time, by the names of the flags; paths and defaults of the machine stay
 # in the checkpoint.
 _SETTINGS = (
@@ -31,16 +33,7 @@ _SETTINGS = (
     "adam_eps",
     "clip_grad",
     "bf16",
-    "seed",
-    "dropout_variant",
-    "dropout_rate",
-    "dropout_layers",
-    "dropout_apply_to",
-    "dropout_skip_modules",
-    "dropout_keep_final_norm",
-    "dropout_detach_alpha",
-    "dropout_detach_beta",
-    "document_boundaries",
+    *METHOD_FIELDS,
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ TOKENIZER_FILES = (
 TOKENIZER_PATTERNS = ("*.tiktoken", "tokenization_*.py", "additional_chat_templates/*")
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Text to ids and back.
 
     `vocab_size` is the true size, `eod` the id that ends a document, `bos` an id or None.
@@ -65,13 +66,13 @@ class Tokenizer:
     eod: int
     bos: int | None = None
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with nothing added at either end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
-        raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files, unchanged, and the note that `load_saved` reads."""
