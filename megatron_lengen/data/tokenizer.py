@@ -86,7 +86,7 @@ class Tokenizer(ABC):
         """Write the files from which `AutoTokenizer` gives equal ids; False if there are none."""
         return False
 
-    def _copy_files(self, folder: Path) -> None:
+    def _copy_files(self, folder: Path) -> None:  # noqa: B027  (optional)
         """Copy the files behind this tokenizer to `folder`; kinds without files copy nothing."""
 
 
