@@ -43,7 +43,7 @@ RECALL_ARGS=(
     --train-iters "$RECALL_ITERS"
     --lr 3e-3
     --lr-decay-style constant
-    --lr-warmup-iters 50
+    --lr-warmup-fraction 0.04
     --weight-decay 0.1
 )
 BASE_ARGS=(
@@ -52,7 +52,7 @@ BASE_ARGS=(
     --lr 3e-3
     --min-lr 3e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 25
+    --lr-warmup-fraction 0.05
     --weight-decay 0.1
 )
 # As in the paper, a constant rate, of the size of the one that pre-training ended with.

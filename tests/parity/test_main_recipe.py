@@ -39,13 +39,13 @@ def test_a_report_of_three_models_with_a_picture(finished: tuple[Path, str]) -> 
     report = json.loads((out / "report.json").read_text())
     assert list(report["models"]) == NAMES
     text = (out / "report.md").read_text()
-    for name in NAMES:
+    for name, label in zip(NAMES, ("WD", "no-WD", "VPAD"), strict=True):
         folder = out / name
         losses = json.loads((folder / "position_loss" / "results.json").read_text())
         assert losses["settings"]["max_length"] == 16 * 256
         recall = json.loads((folder / "needle" / "results.json").read_text())
         assert recall["settings"]["lengths"] == [256, 512, 1024, 2048, 4096]
-        assert name in text and name in printed
+        assert f"| {label} |" in text and f" {label}" in printed
     assert (out / "report.png").stat().st_size > 10_000
 
 
