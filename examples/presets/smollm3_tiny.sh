@@ -43,7 +43,7 @@ RECALL_ARGS=(
     --train-iters "$RECALL_ITERS"
     --lr 3e-3
     --lr-decay-style constant
-    --lr-warmup-fraction 0.04
+    --lr-warmup-fraction 0.0417
     --weight-decay 0.1
 )
 BASE_ARGS=(
