@@ -1,4 +1,4 @@
-"""The whole description of a model, and the one place where it is checked.
+"""The whole description of a model; `config_checks` decides whether it can work.
 
 `LengenConfig` extends Megatron-Core's `TransformerConfig` with the fields that Megatron-LM keeps
 in its global arguments (vocabulary, positions) and with the method's own (dropout family, sliding

@@ -133,6 +133,8 @@ def _with_checkpoint(
     if not (found.release or training.finetune):
         stored = found.description["arguments"]["model"]
         architecture |= {name: stored[name] for name in METHOD_FIELDS if name in stored}
+        if given.get("dropout_variant") == "none":
+            architecture.pop("dropout_rate", None)  # turning dropout off needs one flag, not two
     if "window_size" in given:
         architecture.pop("sliding_window", None)
     for name in _SHAPES:

@@ -210,6 +210,9 @@ def test_a_resumed_run_keeps_its_dropout(monkeypatch, caplog):
     assert "replace" not in caplog.text  # the same layer patterns, in another spelling
     assert settings_of("--load run --dropout-rate 0.2").model.dropout_rate == 0.2
     assert "--dropout-rate 0.2 (checkpoint: 0.3)" in caplog.text
+    off = settings_of("--load run --dropout-variant none").model
+    assert not off.dropout_on and off.dropout_rate == 0
+    assert "--dropout-variant none (checkpoint: vpad)" in caplog.text
 
 
 @pytest.mark.parametrize("flags, release", [("--finetune", False), ("", True)])
