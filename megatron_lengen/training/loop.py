@@ -10,10 +10,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 from torch import nn
 from torch.utils.data import Dataset
@@ -22,11 +18,10 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.data.datasets import build_datasets, micro_batches
 from megatron_lengen.errors import is_first_rank
 from megatron_lengen.runtime import distributed, host
-from megatron_lengen.training import checkpoint
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.engine import Engine, MegatronEngine
 from megatron_lengen.training.metrics import Reporter
-from megatron_lengen.training.optimizer import build_optimizer, build_scheduler
-from megatron_lengen.training.step import Data, Stepper
+from megatron_lengen.training.step import Data
 
 ModelProvider = Callable[[LengenConfig], list[nn.Module]]
 
@@ -50,12 +45,8 @@ class Trainer:
 
     def __init__(self, settings: Settings, model_provider: ModelProvider) -> None:
         self.settings = settings
-        self.chunks = _wrap(model_provider(settings.model), settings)
-        self.optimizer: MegatronOptimizer = build_optimizer(settings, self.chunks)
-        self.scheduler: OptimizerParamScheduler = build_scheduler(settings, self.optimizer)
-        _connect(settings, self.chunks, self.optimizer)
-        self.progress = checkpoint.load(settings, self.chunks, self.optimizer, self.scheduler)
-        self.stepper = Stepper(settings, self.chunks)
+        self.engine: Engine = MegatronEngine(settings, model_provider(settings.model))
+        self.progress = self.engine.load()
         self.train_set, self.valid_set = self._datasets()
         self.saved_at = self.progress.iteration if settings.training.saves_here else -1
 
@@ -69,14 +60,12 @@ class Trainer:
         leaving = _Leaving(training.exit_interval, training.exit_duration_in_mins)
         data = self._train_data()
         while progress.iteration < training.train_iters:
-            result = self.stepper.train(
-                data, progress.consumed_samples, self.optimizer, self.scheduler
-            )
+            result = self.engine.train(data, progress.consumed_samples)
             progress.iteration += 1
             progress.consumed_samples += batch
             reporter.step(progress.iteration, progress.consumed_samples, result)
             if self.valid_set is not None and self._time_to_validate():
-                loss = self.stepper.evaluate(self._valid_data(), training.eval_iters)
+                loss = self.engine.evaluate(self._valid_data(), training.eval_iters)
                 reporter.validation(progress.iteration, progress.consumed_samples, loss)
                 reporter.restart_clock()
             stop = leaving.now(progress.iteration)
@@ -95,9 +84,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self.settings.training.save and self.saved_at != self.progress.iteration:
-            folder = checkpoint.save(
-                self.settings, self.chunks, self.optimizer, self.scheduler, self.progress
-            )
+            folder = self.engine.save(self.progress)
             self.saved_at = self.progress.iteration
             if is_first_rank():
                 print(f"saved {folder}", flush=True)
@@ -151,7 +138,7 @@ class Trainer:
             )
             if inner.pre_process or inner.post_process
             else None
-            for inner in unwrap_model(self.chunks)
+            for inner in unwrap_model(self.engine.chunks)
         ]
         return iterators if len(iterators) > 1 else iterators[0]
 
@@ -173,38 +160,6 @@ class Trainer:
             f"{training.global_batch_size} x {config.seq_length} tokens",
             flush=True,
         )
-
-
-def _wrap(chunks: list[nn.Module], settings: Settings) -> list[nn.Module]:
-    """Move to the device, to 16 bits where asked, and under data parallelism."""
-    wrapped = []
-    for index, chunk in enumerate(chunks):
-        chunk = chunk.to(host.device())
-        if settings.model.bf16:
-            chunk = Float16Module(settings.model, chunk)
-        wrapped.append(
-            DistributedDataParallel(
-                settings.model, settings.ddp, chunk, disable_bucketing=index > 0
-            )
-        )
-    for chunk in wrapped:
-        chunk.broadcast_params()
-        chunk.train()
-    return wrapped
-
-
-def _connect(settings: Settings, chunks: list[nn.Module], optimizer: MegatronOptimizer) -> None:
-    """The callbacks through which Megatron's schedules reach data parallelism and optimizer."""
-    config = settings.model
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    single = len(chunks) == 1
-    if settings.ddp.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = no_sync[0] if single else no_sync
-    if settings.ddp.overlap_param_gather:
-        sync = [chunk.start_param_sync for chunk in chunks]
-        config.param_sync_func = sync[0] if single else sync
 
 
 class _Leaving:

@@ -41,13 +41,13 @@ def main(folder: Path, runs: list[dict[str, Any]]) -> None:
 def masks(trainer: Trainer) -> dict[str, Tensor]:
     """Kept elements [s, b, features] of this rank: pre_linear makes ones 0 or 1 / (1 - p)."""
     config = trainer.settings.model
-    (model,) = unwrap_model(trainer.chunks)
+    (model,) = unwrap_model(trainer.engine.chunks)
     rows = trainer.settings.training.micro_batch_size
     tp = config.tensor_model_parallel_size
     local = config.seq_length // (tp if config.sequence_parallel else 1)
     found = {}
     for micro_batch in (0, 1):
-        set_samples(trainer.stepper._samples(micro_batch))
+        set_samples(trainer.engine.stepper._samples(micro_batch))
         for number, layer in enumerate(model.decoder.layers):
             name = f"{micro_batch}.{number}"
             if not config.dropout_letters:
@@ -78,10 +78,8 @@ def masks(trainer: Trainer) -> dict[str, Tensor]:
 
 def step(trainer: Trainer) -> dict[str, Any]:
     """Loss, norm and gradients of a step on four rows of which few tokens count."""
-    result = trainer.stepper.train(
-        rows_of_rank(trainer.settings), 0, trainer.optimizer, trainer.scheduler
-    )
-    (model,) = unwrap_model(trainer.chunks)
+    result = trainer.engine.train(rows_of_rank(trainer.settings), 0)
+    (model,) = unwrap_model(trainer.engine.chunks)
     gradients = {name: p.main_grad.clone() for name, p in model.named_parameters()}
     return {"loss": result.loss, "tokens": result.tokens, "gradients": gradients}
 

@@ -39,7 +39,7 @@ def main(folder: Path, runs: list[dict[str, Any]]) -> None:
 def describe(trainer: Trainer) -> dict[str, Any]:
     """This rank's parameters, the gradients of the last step, and how they are sharded."""
     found: dict[str, Any] = {"parameters": {}, "gradients": {}, "shards": {}, "masters": {}}
-    for chunk in trainer.chunks:
+    for chunk in trainer.engine.chunks:
         inner = chunk
         while hasattr(inner, "module"):
             inner = inner.module

@@ -20,18 +20,18 @@ def saved(process_groups, tmp_path_factory):
     trainer = trainer_of(f"--save {root}")
     data = trainer._train_data()
     for first in (0, 4):
-        trainer.stepper.train(data, first, trainer.optimizer, trainer.scheduler)
+        trainer.engine.train(data, first)
     trainer.progress = Progress(2, 8)
     trainer._save()
     return root, trainer
 
 
 def weights(trainer) -> list[torch.Tensor]:
-    return [p.detach() for chunk in trainer.chunks for p in chunk.parameters()]
+    return [p.detach() for chunk in trainer.engine.chunks for p in chunk.parameters()]
 
 
 def moments(trainer) -> list[torch.Tensor]:
-    (inner,) = trainer.optimizer.chained_optimizers
+    (inner,) = trainer.engine.optimizer.chained_optimizers
     return [
         state[key]
         for state in inner.optimizer.state.values()
@@ -48,7 +48,7 @@ def test_everything_comes_back(saved):
     again = trainer_of(f"--load {root}")
     assert again.progress == Progress(2, 8)
     assert equal(weights(again), weights(trainer)) and equal(moments(again), moments(trainer))
-    assert again.scheduler.num_steps == trainer.scheduler.num_steps == 8
+    assert again.engine.scheduler.num_steps == trainer.engine.scheduler.num_steps == 8
     fresh = trainer_of()
     assert not equal(weights(fresh), weights(trainer))
 
@@ -56,10 +56,10 @@ def test_everything_comes_back(saved):
 def test_weights_only(saved):
     root, trainer = saved
     start = trainer_of(f"--load {root} --finetune")
-    assert start.progress == Progress(0, 0) and start.scheduler.num_steps == 0
+    assert start.progress == Progress(0, 0) and start.engine.scheduler.num_steps == 0
     assert equal(weights(start), weights(trainer)) and moments(start) == []
     position = trainer_of(f"--load {root} --no-load-optim")
-    assert position.progress == Progress(2, 8) and position.scheduler.num_steps == 8
+    assert position.progress == Progress(2, 8) and position.engine.scheduler.num_steps == 8
     assert equal(weights(position), weights(trainer)) and moments(position) == []
 
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_without_the_optimizer(saved, tmp_path):
     # A later resume of that run saves the optimizer again and is a full checkpoint.
     full = trainer_of(f"--load {tmp_path / 'lean'} --save {tmp_path / 'full'}")
     data = full._train_data()
-    full.stepper.train(data, 8, full.optimizer, full.scheduler)
+    full.engine.train(data, 8)
     full.progress = Progress(3, 12)
     full._save()
     assert equal(moments(trainer_of(f"--load {tmp_path / 'full'}")), moments(full))
@@ -82,7 +82,7 @@ def test_a_checkpoint_without_the_optimizer(saved, tmp_path):
 def test_masters_of_16_bit_weights_come_from_the_weights_without_optimizer(saved):
     root, _ = saved
     start = trainer_of(f"--load {root} --finetune --bf16")
-    (inner,) = start.optimizer.chained_optimizers
+    (inner,) = start.engine.optimizer.chained_optimizers
     for group in inner.float16_groups:
         for parameter in group:
             assert parameter.main_param.dtype == torch.float32
@@ -173,4 +173,4 @@ def test_damaged_contents_are_one_line(saved, tmp_path):
 def test_nothing_to_load_is_a_start(process_groups, tmp_path):
     trainer = trainer_of(f"--load {tmp_path / 'ck'} --save {tmp_path / 'ck'}")
     assert trainer.progress == Progress()
-    assert checkpoint.load(trainer.settings, trainer.chunks, None, None) == Progress()
+    assert checkpoint.load(trainer.settings, trainer.engine.chunks, None, None) == Progress()

@@ -41,7 +41,7 @@ GROUPS = {
 
 
 def parameters(trainer) -> dict[str, torch.nn.Parameter]:
-    (chunk,) = trainer.chunks
+    (chunk,) = trainer.engine.chunks
     return {name.removeprefix("module."): p for name, p in chunk.named_parameters()}
 
 
@@ -50,7 +50,7 @@ def by_decay(trainer) -> tuple[set[str], set[str]]:
     names = {id(p): name for name, p in parameters(trainer).items()}
     decayed: set[str] = set()
     spared: set[str] = set()
-    for group in trainer.optimizer.param_groups:
+    for group in trainer.engine.optimizer.param_groups:
         home = decayed if group["weight_decay"] > 0 else spared
         home |= {names[id(p)] for p in group["params"]}
     return decayed, spared
@@ -69,10 +69,10 @@ def test_ten_steps_without_gradients(process_groups):
     _, spared = by_decay(trainer)
     before = {name: p.detach().clone() for name, p in parameters(trainer).items()}
     for _ in range(10):
-        for chunk in trainer.chunks:
+        for chunk in trainer.engine.chunks:
             chunk.zero_grad_buffer()
-        assert apply_gradients(trainer.optimizer) == 0
-        trainer.scheduler.step(4)
+        assert apply_gradients(trainer.engine.optimizer) == 0
+        trainer.engine.scheduler.step(4)
     for name, after in parameters(trainer).items():
         if name in spared:
             assert torch.equal(after, before[name]), name
@@ -87,12 +87,12 @@ def test_norm_and_clipping(process_groups, clip):
     """The norm is that of all gradients; above the limit they are scaled to it."""
     trainer = trainer_of(f"--clip-grad {clip}")
     total = 0.0
-    for chunk in trainer.chunks:
+    for chunk in trainer.engine.chunks:
         chunk.zero_grad_buffer()
     for index, p in enumerate(parameters(trainer).values()):
         p.main_grad.fill_(0.01 * (index + 1))
         total += p.numel() * (0.01 * (index + 1)) ** 2
-    norm = apply_gradients(trainer.optimizer)
+    norm = apply_gradients(trainer.engine.optimizer)
     assert norm == pytest.approx(total**0.5, rel=1e-5) and norm > 0.5
     scale = clip / norm if clip else 1.0
     first = next(iter(parameters(trainer).values()))
@@ -106,9 +106,9 @@ def test_norm_and_clipping(process_groups, clip):
 def test_bad_gradients_leave_the_weights_alone(process_groups, flags, bad):
     trainer = trainer_of(f"{flags} --lr-decay-style constant")
     before = {name: p.detach().clone() for name, p in parameters(trainer).items()}
-    for chunk in trainer.chunks:
+    for chunk in trainer.engine.chunks:
         chunk.zero_grad_buffer()
     list(parameters(trainer).values())[3].main_grad.view(-1)[0] = bad
-    assert not torch.isfinite(torch.tensor(apply_gradients(trainer.optimizer)))
+    assert not torch.isfinite(torch.tensor(apply_gradients(trainer.engine.optimizer)))
     for name, p in parameters(trainer).items():
         assert torch.equal(p, before[name]), name

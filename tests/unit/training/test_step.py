@@ -35,13 +35,13 @@ def batches(rows: dict[str, torch.Tensor], size: int):
 
 
 def gradients(trainer) -> dict[str, torch.Tensor]:
-    (chunk,) = trainer.chunks
+    (chunk,) = trainer.engine.chunks
     return {name: p.main_grad.clone() for name, p in chunk.named_parameters()}
 
 
 def expected_of(trainer, rows: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients by autograd, all rows at once, without the training code."""
-    model = trainer.chunks[0].module
+    model = trainer.engine.chunks[0].module
     positions = torch.arange(LENGTH).expand(4, LENGTH)
     losses = model(rows["tokens"], positions, None, labels=rows["labels"])
     loss = (losses * rows["loss_mask"]).sum() / rows["loss_mask"].sum()
@@ -55,8 +55,9 @@ def test_the_split_into_micro_batches_does_not_matter(process_groups, size):
     """Report 45 of the field: 14 tokens count alike, not 4 rows or the micro-batches."""
     trainer = trainer_of(f"--micro-batch-size {size} --clip-grad 0 --lr-decay-style constant")
     loss, expected = expected_of(trainer, rows())
-    trainer.chunks[0].zero_grad_buffer()  # autograd above went through the accumulation hooks
-    result = trainer.stepper.train(batches(rows(), size), 0, trainer.optimizer, trainer.scheduler)
+    # Autograd above went through the accumulation hooks.
+    trainer.engine.chunks[0].zero_grad_buffer()
+    result = trainer.engine.train(batches(rows(), size), 0)
     assert result.tokens == sum(SCORED)
     assert not result.skipped
     assert result.loss == pytest.approx(loss, rel=1e-6)
@@ -72,7 +73,7 @@ def test_the_mean_of_means_is_something_else(process_groups):
     """The numbers above can tell the right average from the usual wrong one."""
     trainer = trainer_of("--micro-batch-size 1")
     loss, _ = expected_of(trainer, rows())
-    model, batch = trainer.chunks[0].module, rows()
+    model, batch = trainer.engine.chunks[0].module, rows()
     positions = torch.arange(LENGTH).expand(4, LENGTH)
     losses = model(batch["tokens"], positions, None, labels=batch["labels"])
     means = [
@@ -85,33 +86,33 @@ def test_nothing_scored_is_no_nan(process_groups):
     trainer = trainer_of("--micro-batch-size 2 --weight-decay 0 --lr-decay-style constant")
     batch = rows()
     batch["loss_mask"].zero_()
-    before = [p.detach().clone() for p in trainer.chunks[0].parameters()]
-    result = trainer.stepper.train(batches(batch, 2), 0, trainer.optimizer, trainer.scheduler)
+    before = [p.detach().clone() for p in trainer.engine.chunks[0].parameters()]
+    result = trainer.engine.train(batches(batch, 2), 0)
     assert (result.loss, result.tokens, result.grad_norm) == (0.0, 0, 0.0)
-    for old, new in zip(before, trainer.chunks[0].parameters(), strict=True):
+    for old, new in zip(before, trainer.engine.chunks[0].parameters(), strict=True):
         assert torch.equal(old, new)
 
 
 def test_a_loss_that_is_not_finite_skips_the_update(process_groups):
     trainer = trainer_of("--micro-batch-size 2 --lr-warmup-iters 4")
-    weights = list(trainer.chunks[0].parameters())
+    weights = list(trainer.engine.chunks[0].parameters())
     with torch.no_grad():
         weights[-1].view(-1)[0] = float("inf")
     before = [p.detach().clone() for p in weights]
-    result = trainer.stepper.train(batches(rows(), 2), 0, trainer.optimizer, trainer.scheduler)
+    result = trainer.engine.train(batches(rows(), 2), 0)
     assert result.skipped and not math.isfinite(result.loss) and math.isnan(result.grad_norm)
     for old, new in zip(before, weights, strict=True):
         assert torch.equal(old, new)
     # The schedule is counted in iterations all the same: the next rate is that of iteration 2.
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 4)
+    assert trainer.engine.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 4)
 
 
 def test_gradients_that_are_not_finite_skip_the_update(process_groups):
     trainer = trainer_of("--micro-batch-size 2")
-    weights = list(trainer.chunks[0].parameters())
+    weights = list(trainer.engine.chunks[0].parameters())
     before = [p.detach().clone() for p in weights]
     weights[0].register_hook(lambda gradient: gradient * float("inf"))
-    result = trainer.stepper.train(batches(rows(), 2), 0, trainer.optimizer, trainer.scheduler)
+    result = trainer.engine.train(batches(rows(), 2), 0)
     assert result.skipped and math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
     for old, new in zip(before, weights, strict=True):
         assert torch.equal(old, new)
@@ -121,8 +122,8 @@ def test_evaluation_weighs_tokens_and_draws_no_mask(process_groups):
     dropped = trainer_of("--micro-batch-size 2 --dropout-variant vpad --dropout-rate 0.5")
     plain = trainer_of("--micro-batch-size 2")
     loss, _ = expected_of(plain, rows())
-    assert dropped.stepper.evaluate(batches(rows(), 2), 1) == pytest.approx(loss, rel=1e-6)
-    assert all(chunk.training for chunk in dropped.chunks)
+    assert dropped.engine.evaluate(batches(rows(), 2), 1) == pytest.approx(loss, rel=1e-6)
+    assert all(chunk.training for chunk in dropped.engine.chunks)
 
 
 def test_masks_follow_the_sample_numbers(process_groups):
@@ -131,6 +132,6 @@ def test_masks_follow_the_sample_numbers(process_groups):
     found = []
     for first in (0, 4, 0):
         trainer = trainer_of(f"--micro-batch-size 2 {flags}")
-        step = trainer.stepper.train
-        found.append(step(batches(rows(), 2), first, trainer.optimizer, trainer.scheduler).loss)
+        loss = trainer.engine.train(batches(rows(), 2), first).loss
+        found.append(loss)
     assert found[0] == found[2] != found[1]
