@@ -6,6 +6,7 @@ Called once, while a `LengenConfig` is made; nothing else looks at these combina
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ def _check_shapes(config: LengenConfig) -> None:
         ("--seq-length", config.seq_length),
         ("--tensor-model-parallel-size", config.tensor_model_parallel_size),
         ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size),
+        ("--context-parallel-size", config.context_parallel_size),
         ("--make-vocab-size-divisible-by", config.make_vocab_size_divisible_by),
         ("--ffn-hidden-size", config.ffn_hidden_size),
         ("--num-query-groups", config.num_query_groups),
@@ -74,9 +76,7 @@ def _check_shapes(config: LengenConfig) -> None:
     _divides("--hidden-size", config.hidden_size, "--tensor-model-parallel-size", tp)
     ffn = config.ffn_hidden_size or 4 * config.hidden_size
     _divides("--ffn-hidden-size", ffn, "--tensor-model-parallel-size", tp)
-    if config.sequence_parallel:
-        require(tp > 1, "--sequence-parallel: needs --tensor-model-parallel-size above 1")
-        _divides("--seq-length", config.seq_length, "--tensor-model-parallel-size", tp)
+    _check_parts_of_rows(config)
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size or 1
     require(
@@ -103,6 +103,25 @@ def _check_shapes(config: LengenConfig) -> None:
         f"--position-embedding-type: found {config.position_embedding_type}; allowed: rope, none",
     )
     _check_numbers(config)
+
+
+def _check_parts_of_rows(config: LengenConfig) -> None:
+    """Context and sequence parallelism cut rows into equal parts."""
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    require(
+        tp > 1 or not config.sequence_parallel,
+        "--sequence-parallel: needs --tensor-model-parallel-size above 1",
+    )
+    # Each context-parallel rank holds two chunks of a row (layers.context_parallel).
+    chunks = 2 if cp > 1 else 1
+    multiple = cp * math.lcm(chunks, tp if config.sequence_parallel else 1)
+    reasons = ["twice --context-parallel-size"] if cp > 1 else []
+    reasons += ["--tensor-model-parallel-size"] if config.sequence_parallel else []
+    require(
+        config.seq_length % multiple == 0,
+        f"--seq-length: found {config.seq_length}; allowed: multiples of {multiple} "
+        f"({' and '.join(reasons)})",
+    )
 
 
 def _check_numbers(config: LengenConfig) -> None:
@@ -244,10 +263,6 @@ def _check_unsupported(config: LengenConfig) -> None:
     require(
         not config.layernorm_zero_centered_gamma,
         "--apply-layernorm-1p: not available; gains are stored as they multiply",
-    )
-    require(
-        config.context_parallel_size == 1,
-        f"--context-parallel-size: found {config.context_parallel_size}; allowed: 1",
     )
     require(
         "layernorm" not in (config.recompute_modules or ()) or have_transformer_engine(),

@@ -8,6 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_lengen.config import LengenConfig
+from megatron_lengen.layers.context_parallel import attend_across_ranks
 from megatron_lengen.ops.attention import causal_attention
 
 
@@ -35,7 +36,7 @@ class CausalAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [sq, b, heads, d], this rank's heads.
+            query: [sq, b, heads, d], this rank's heads and, under context parallelism, tokens.
             key, value: [sk, b, groups, d].
             attention_mask, attention_bias, packed_seq_params: must be None; documents and biases
                 are not available.
@@ -45,6 +46,9 @@ class CausalAttention(MegatronModule):
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params:
             raise ValueError("CausalAttention takes no mask, bias or packed sequences")
+        if self.config.context_parallel_size > 1:
+            out = attend_across_ranks(query, key, value, self.window, self.scale)
+            return out.flatten(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = causal_attention(q, k, v, self.window, self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)

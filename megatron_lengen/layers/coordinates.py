@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
+from megatron_lengen.layers.context_parallel import positions_of_rank
 from megatron_lengen.runtime import host
 
 _STATE = "lengen-samples"
@@ -52,9 +53,11 @@ def local_positions(length: int, sequence_sharded: bool) -> Tensor:
 
     Args:
         length: tokens on this rank.
-        sequence_sharded: whether tensor-parallel ranks hold consecutive parts of the row (SP).
+        sequence_sharded: whether tensor-parallel ranks hold consecutive parts (SP) of what
+            context parallelism left of the row.
     """
-    first = 0
-    if sequence_sharded and parallel_state.get_tensor_model_parallel_world_size() > 1:
-        first = parallel_state.get_tensor_model_parallel_rank() * length
-    return torch.arange(first, first + length)
+    if not sequence_sharded or parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return positions_of_rank(length)
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    part = parallel_state.get_tensor_model_parallel_rank()
+    return positions_of_rank(length * ranks)[part * length : (part + 1) * length]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 
 import torch
@@ -38,12 +39,17 @@ def start_process_group(timeout_minutes: float = 10.0) -> None:
 
 def check_layout(config: LengenConfig, processes: int) -> int:
     """The data-parallel size; BadInput where the processes do not fit the layout."""
-    model_size = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    sizes = {
+        "--tensor-model-parallel-size": config.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": config.pipeline_model_parallel_size,
+        "--context-parallel-size": config.context_parallel_size,
+    }
+    model_size = math.prod(sizes.values())
+    asked = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
     require(
         processes % model_size == 0,
-        f"--tensor-model-parallel-size {config.tensor_model_parallel_size} x "
-        f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size}: found {processes} "
-        f"process{'es' if processes > 1 else ''}; allowed: multiples of {model_size} processes",
+        f"{' x '.join(asked)}: found {processes} process{'es' if processes > 1 else ''}; "
+        f"allowed: multiples of {model_size} processes",
     )
     return processes // model_size
 

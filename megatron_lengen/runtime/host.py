@@ -22,6 +22,7 @@ _CUDA_LITERALS = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.models.common.embeddings.rope_utils",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.optimizer",
@@ -95,7 +96,7 @@ def _answer_tensor_methods() -> None:
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def create(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    def create(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         if device is not None:
             kwargs["device"] = _CPU if str(device).startswith("cuda") else device
         return factory(*args, **kwargs)

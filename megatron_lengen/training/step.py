@@ -18,6 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron_lengen.data.datasets import Batch
+from megatron_lengen.layers.context_parallel import positions_of_rank, tokens_of_rank
 from megatron_lengen.layers.coordinates import set_samples
 from megatron_lengen.runtime import host
 from megatron_lengen.training.arguments import Settings
@@ -110,9 +111,12 @@ class Stepper:
         set_samples(self._samples(model.decoder.layers[0].current_microbatch))
         tokens = positions = labels = loss_mask = None
         if data is not None:
-            batch = {key: value.to(host.device()) for key, value in next(data).items()}
-            tokens, labels, loss_mask = batch["tokens"], batch["labels"], batch["loss_mask"]
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            batch = next(data)
+            tokens, labels, loss_mask = (
+                tokens_of_rank(batch[key]).to(host.device())
+                for key in ("tokens", "labels", "loss_mask")
+            )
+            positions = positions_of_rank(tokens.shape[1]).to(tokens.device).expand_as(tokens)
         output = chunk(tokens, positions, None, labels=labels if model.post_process else None)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -137,7 +141,7 @@ def _sum_reports(reports: list[Tensor]) -> tuple[float, int]:
     total = torch.zeros(2, dtype=torch.float64, device=host.device())
     for report in reports:
         total += report
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     dist.broadcast(
         total,
         src=parallel_state.get_pipeline_model_parallel_last_rank(),

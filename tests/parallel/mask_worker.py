@@ -44,7 +44,8 @@ def masks(trainer: Trainer) -> dict[str, Tensor]:
     (model,) = unwrap_model(trainer.engine.chunks)
     rows = trainer.settings.training.micro_batch_size
     tp = config.tensor_model_parallel_size
-    local = config.seq_length // (tp if config.sequence_parallel else 1)
+    held = config.seq_length // config.context_parallel_size
+    local = held // (tp if config.sequence_parallel else 1)
     found = {}
     for micro_batch in (0, 1):
         set_samples(trainer.engine.stepper._samples(micro_batch))
@@ -55,7 +56,7 @@ def masks(trainer: Trainer) -> dict[str, Tensor]:
                 found[f"{name}.attention"] = layer.input_layernorm(ones) > 0
                 found[f"{name}.mlp"] = layer.pre_mlp_layernorm(ones) > 0
                 continue
-            ones = torch.ones(config.seq_length, rows, config.hidden_size)
+            ones = torch.ones(held, rows, config.hidden_size)
             for letter, home in (
                 ("q", layer.self_attention.linear_qkv),
                 ("u", layer.mlp.linear_fc1),
@@ -70,7 +71,7 @@ def masks(trainer: Trainer) -> dict[str, Tensor]:
                 width = home.weight.shape[1]
                 group = parallel_state.get_tensor_model_parallel_group()
                 first = parallel_state.get_tensor_model_parallel_rank() * width
-                ones_here = torch.ones(config.seq_length, rows, width)
+                ones_here = torch.ones(held, rows, width)
                 dropout = home.site.for_tensor(ones_here, first, group)
                 found[f"{name}.{letter}"] = affine_dropout(ones_here, dropout) > 0
     return found

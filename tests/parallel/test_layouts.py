@@ -23,9 +23,12 @@ DROPOUT = {
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2"
+VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+CP = "--context-parallel-size 2"
 FULL = "--recompute-granularity full"
 SELECTIVE = "--recompute-granularity selective"
 DISTRIBUTED = "--use-distributed-optimizer"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
 # layout -> (processes, flags, kinds of dropout to train with)
 LAYOUTS = {
@@ -35,14 +38,22 @@ LAYOUTS = {
     "tp": (2, TP, ("vpad", "pre_norm", "everywhere", "attached")),
     "sp": (2, SP, ("vpad", "pre_norm", "everywhere", "attached")),
     "pp": (2, PP, ("vpad", "pre_norm", "everywhere")),
-    "vpp": (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2", ("vpad",)),
+    "vpp": (2, VPP, ("vpad", "pre_norm")),
+    "cp": (2, CP, ("vpad", "pre_norm", "everywhere", "attached")),
     "dp": (2, "", ("vpad", "pre_norm", "everywhere")),
-    "dp-distributed": (2, f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather", ("vpad",)),
-    "sp-pp": (4, f"{SP} {PP}", ("vpad", "attached")),
+    "dp-overlap": (2, "--overlap-grad-reduce", ("vpad",)),
+    "dp-distributed": (2, DISTRIBUTED, ("vpad", "pre_norm")),
+    "dp-distributed-overlap": (2, f"{DISTRIBUTED} {OVERLAP}", ("vpad",)),
+    "sp-pp": (4, f"{SP} {PP}", ("vpad", "pre_norm", "attached")),
+    "sp-vpp": (4, f"{SP} {VPP}", ("vpad",)),
+    "cp-sp": (4, f"{CP} {SP}", ("vpad", "everywhere")),
+    "cp-vpp": (4, f"{CP} {VPP}", ("vpad",)),
+    "cp-dp": (4, f"{CP} {DISTRIBUTED} {OVERLAP}", ("vpad",)),
+    "dp-vpp": (4, f"{VPP} {DISTRIBUTED} {OVERLAP}", ("vpad",)),
     "tp-dp": (4, f"{TP} {DISTRIBUTED}", ("vpad", "everywhere")),
 }
 # layout -> (processes, flags): each also with recomputation, which must change no bit.
-RECOMPUTED = {"single": (1, ""), "sp": (2, SP), "pp": (2, PP)}
+RECOMPUTED = {"single": (1, ""), "sp": (2, SP), "pp": (2, PP), "cp": (2, CP)}
 SINGLE_STEP = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0"
 
 
@@ -62,7 +73,7 @@ def all_runs(processes: int) -> list[Run]:
                 steps = f"{STEPS} --exit-interval {FEWER}"
                 runs.append(Run(name, f"{steps} {flags} {recompute} {DROPOUT[kind]}"))
     if processes == 2:
-        for layout, flags in (("tp", TP), ("sp", SP), ("pp", PP)):
+        for layout, flags in (("tp", TP), ("sp", SP), ("pp", PP), ("cp", CP)):
             runs += [
                 Run(f"step-{layout}", f"{SINGLE_STEP} {flags}", dump=True),
                 Run(f"step-vpad-{layout}", f"{SINGLE_STEP} {flags} {DROPOUT['vpad']}", dump=True),
@@ -129,7 +140,7 @@ def assembled(folder: Path, name: str, what: str) -> dict[str, torch.Tensor]:
     return full
 
 
-@pytest.mark.parametrize("layout", ["tp", "sp", "pp"])
+@pytest.mark.parametrize("layout", ["tp", "sp", "pp", "cp"])
 @pytest.mark.parametrize("kind", ["", "vpad-"])
 def test_every_gradient_is_that_of_one_process(folder, layout, kind):
     (single,) = dumps(folder, f"step-{kind}single", 1)
@@ -144,11 +155,11 @@ def test_every_gradient_is_that_of_one_process(folder, layout, kind):
         )
 
 
-@pytest.mark.parametrize("layout", ["tp", "sp", "dp"])
+@pytest.mark.parametrize("layout", ["tp", "sp", "dp", "cp"])
 def test_replicas_stay_bitwise_equal(folder, layout):
     """Norm gains and, under data parallelism, everything: after five steps with dropout."""
     one, other = dumps(folder, f"five-{layout}", 2)
-    replicated = [n for n, dim in one["shards"].items() if dim is None or layout == "dp"]
+    replicated = [n for n, dim in one["shards"].items() if dim is None or layout in ("dp", "cp")]
     assert any("layernorm" in name for name in replicated)
     for name in replicated:
         assert torch.equal(one["parameters"][name], other["parameters"][name]), name

@@ -11,6 +11,7 @@ NORM = f"--train-iters 1 --lr-warmup-iters 0 --dropout-variant pre_linear --drop
 PROJECTIONS = f"{NORM} --dropout-apply-to q,o,u,d"
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
+CP = "--context-parallel-size 2"
 STEP = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0 --global-batch-size 4"
 
 
@@ -25,10 +26,11 @@ def folder(tmp_path_factory):
         2: [
             Run(f"{kind}-{name}", f"{flags} {layout}")
             for kind, flags in both
-            for name, layout in (("tp", TP), ("sp", SP), ("dp", ""))
+            for name, layout in (("tp", TP), ("sp", SP), ("cp", CP), ("dp", ""))
         ]
-        + [Run(f"step-dp-{size}", f"{STEP} --micro-batch-size {size}") for size in (1, 2)],
-        4: [Run("norm-dp-tp", f"{NORM} {TP}")],
+        + [Run(f"step-dp-{size}", f"{STEP} --micro-batch-size {size}") for size in (1, 2)]
+        + [Run(f"step-cp-{size}", f"{STEP} --micro-batch-size {size} {CP}") for size in (1, 4)],
+        4: [Run("norm-dp-tp", f"{NORM} {TP}"), Run("norm-cp-sp", f"{NORM} {CP} {SP}")],
     }
     for processes, runs in jobs.items():
         work("mask_worker.py", folder, processes, runs)
@@ -72,6 +74,33 @@ def test_under_sequence_parallelism_each_rank_draws_its_part(folder):
         assert torch.equal(torch.cat((one[name], other[name])), mask), name
 
 
+def in_order(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """A row from its two context-parallel ranks: the outer quarters and the inner ones."""
+    (a, d), (b, c) = first.chunk(2), second.chunk(2)
+    return torch.cat((a, b, c, d))
+
+
+@pytest.mark.parametrize("kind", ["norm", "projections"])
+def test_under_context_parallelism_each_rank_draws_its_part(folder, kind):
+    """Report 4 of the field: other tokens, other masks; the parts make up the row's mask."""
+    (single,) = dumps(folder, f"{kind}-1", 1)
+    one, other = dumps(folder, f"{kind}-cp", 2)
+    for name, mask in single.items():
+        assert independent(one[name], other[name]), name
+        assert torch.equal(in_order(one[name], other[name]), mask), name
+
+
+def test_context_and_sequence_parallelism_together(folder):
+    """Ranks 0 and 1 divide what the first context-parallel rank holds, 2 and 3 the second's."""
+    (single,) = dumps(folder, "norm-1", 1)
+    ranks = dumps(folder, "norm-cp-sp", 4)
+    for name, mask in single.items():
+        parts = [rank[name] for rank in ranks]
+        assert torch.equal(in_order(torch.cat(parts[:2]), torch.cat(parts[2:])), mask), name
+        for i in range(4):
+            assert all(independent(parts[i], parts[j]) for j in range(i)), name
+
+
 def test_data_parallel_ranks_draw_others(folder):
     """Micro-batch m of rank r holds the rows that one process has in micro-batch 2 m + r."""
     (single,) = dumps(folder, "norm-1", 1)
@@ -106,7 +135,8 @@ def test_projections_see_global_features(folder, layout):
 
 
 @pytest.mark.parametrize(
-    "layout, ranks, size", [("1", 1, 1), ("1", 1, 2), ("dp", 2, 1), ("dp", 2, 2)]
+    "layout, ranks, size",
+    [("1", 1, 1), ("1", 1, 2), ("dp", 2, 1), ("dp", 2, 2), ("cp", 2, 1), ("cp", 2, 4)],
 )
 def test_unequal_rows_weigh_by_their_tokens_on_every_layout(folder, layout, ranks, size):
     """Report 45: rows with 1, 3, 10 and 0 scored tokens."""

@@ -18,6 +18,9 @@ ITERATIONS = "--train-iters 10"
 VPAD = "--dropout-variant vpad --dropout-rate 0.2"
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2"
+VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+CP = "--context-parallel-size 2"
+FOURS = "--micro-batch-size 4"
 KINDS = {
     "fp32": VPAD,
     "fp32-do": f"{VPAD} --use-distributed-optimizer",
@@ -30,13 +33,25 @@ MOVES = [
     ("fp32", (1, ""), (2, "")),
     ("fp32", (2, PP), (1, "")),
     ("fp32", (1, ""), (2, SP)),
+    ("fp32", (2, CP), (1, FOURS)),
+    ("fp32", (1, ""), (2, CP)),
+    ("fp32", (2, VPP), (2, CP)),
     ("fp32-do", (2, SP), (1, "")),
+    ("fp32-do", (2, CP), (2, VPP)),
     ("fp32-do", (1, ""), (2, "")),
     ("fp32-do", (2, PP), (1, "")),
     ("bf16-do", (2, SP), (1, "")),
     ("bf16-do", (1, ""), (2, "")),
 ]
-LAYOUTS = {(1, ""): "1", (2, ""): "dp", (2, SP): "sp", (2, PP): "pp"}
+LAYOUTS = {
+    (1, ""): "1",
+    (1, FOURS): "mbs4",
+    (2, ""): "dp",
+    (2, SP): "sp",
+    (2, PP): "pp",
+    (2, VPP): "vpp",
+    (2, CP): "cp",
+}
 
 
 def saving(name: str) -> str:
@@ -53,9 +68,9 @@ def stages(processes: int) -> tuple[list[Run], list[Run]]:
     for layout, short in LAYOUTS.items():
         for kind, flags in KINDS.items() if layout[0] == processes else ():
             moved = [(k, old, new) for k, old, new in MOVES if k == kind]
-            same = short in ("1", "sp") or kind == "fp32"
-            if same or any(layout in (old, new) for _, old, new in moved):
-                name, flags = f"{kind}-{short}", f"{ITERATIONS} {flags} {layout[1]}"
+            same = short in ("1", "sp") or (kind == "fp32" and short != "mbs4")
+            name, flags = f"{kind}-{short}", f"{ITERATIONS} {flags} {layout[1]}"
+            if same or any(layout == old for _, old, _ in moved):
                 first += [
                     Run(f"{name}-whole", flags, dump=True),
                     Run(f"{name}-half", f"{flags} --exit-interval 5 {saving(name)}"),

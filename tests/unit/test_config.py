@@ -51,7 +51,20 @@ REFUSED = [
         "--num-layers: found 4; .*6 chunks .*x 3 virtual",
     ),
     ({"virtual_pipeline_model_parallel_size": 2}, "--num-virtual-stages-per-pipeline-rank"),
-    ({"context_parallel_size": 2}, "--context-parallel-size: found 2"),
+    ({"context_parallel_size": 0}, "--context-parallel-size: found 0"),
+    (
+        {"context_parallel_size": 5},
+        "--seq-length: found 24; allowed: multiples of 10 .twice --context-parallel-size",
+    ),
+    (
+        {
+            "context_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "seq_length": 30,
+        },
+        "--seq-length: found 30; .*--context-parallel-size and --tensor-model-parallel-size",
+    ),
     ({"num_moe_experts": 4}, "--num-experts: found 4"),
     ({"no_rope_freq": 0}, "--no-rope-freq: found 0"),
     ({"no_rope_freq": [0, 1]}, "--no-rope-freq: found .* 4 layers"),
