@@ -129,7 +129,7 @@ def assembled(folder: Path, name: str, what: str) -> dict[str, torch.Tensor]:
     for rank in ranks:
         for key, dimension in rank["shards"].items():
             parts = [r[what][key] for r in ranks if key in r[what]]
-            if len(parts) == 2 and dimension is not None and not name.endswith("pp"):
+            if len(parts) == 2 and dimension is not None and not name.endswith(("pp", "cp")):
                 if ".linear_fc1." in key:  # gate and up rows of each rank
                     halves = [part.chunk(2) for part in parts]
                     full[key] = torch.cat([half[i] for i in (0, 1) for half in halves])
