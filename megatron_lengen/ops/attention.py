@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Smaller blocks than this waste more on launching than they save in arithmetic.
-_MIN_BLOCK = 64
+MIN_BLOCK = 64
 # Queries at a time where a mask against all keys is needed (sq < sk).
-_QUERY_CHUNK = 256
+QUERY_CHUNK = 256
 
 
 def window_mask(sq: int, sk: int, window: int | None, device: torch.device) -> Tensor:
@@ -103,8 +103,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float |
     """Fewer queries than keys: a few hundred queries at a time against the keys they can see."""
     sq, sk = q.shape[2], k.shape[2]
     outputs = []
-    for start in range(0, sq, _QUERY_CHUNK):
-        end = min(start + _QUERY_CHUNK, sq)
+    for start in range(0, sq, QUERY_CHUNK):
+        end = min(start + QUERY_CHUNK, sq)
         last = sk - sq + end
         first = 0 if window is None else max(0, last - (end - start) - window + 1)
         mask = window_mask(end - start, last - first, window, q.device)
@@ -116,7 +116,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float |
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
     """Blocks of B >= W queries against their own and the previous block's keys, all at once."""
     b, hq, s, d = q.shape
-    block = max(window, _MIN_BLOCK)
+    block = max(window, MIN_BLOCK)
     blocks = -(-s // block)
     if blocks == 1:
         return _attend(q, k, v, scale, window_mask(s, s, window, q.device))
