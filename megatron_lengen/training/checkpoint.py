@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,23 +69,35 @@ class Progress:
 def save(
     settings: Settings,
     chunks: list[nn.Module],
-    optimizer: MegatronOptimizer,
+    optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler,
     progress: Progress,
+    write_more: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Save everything that a resumed run needs; returns the iteration's folder."""
+    """Save everything that a resumed run needs; returns the iteration's folder.
+
+    Args:
+        optimizer: None where its state is not Megatron-Core's.
+        write_more: called on every rank to add files to the folder before it is published.
+    """
     root = settings.training.save
     assert root is not None
     partial = checkpoint_folder.partial_folder(root, progress.iteration)
     if is_first_rank():
         checkpoint_folder.start_partial(root, progress.iteration)
     dist.barrier()
-    state = _state(settings, chunks, optimizer, scheduler, is_loading=False)
+    if settings.training.no_save_optim:
+        optimizer = None
+    state = _state(chunks, optimizer, is_loading=False)
+    state["opt_param_scheduler"] = optimizers.scheduler_state(scheduler)
     state["progress"] = {
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
     }
     dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
+    if write_more is not None:
+        write_more(partial)
+        dist.barrier()
     if is_first_rank():
         _describe(settings, partial, progress)
         checkpoint_folder.publish(root, progress.iteration)
@@ -99,49 +112,77 @@ def load(
     scheduler: OptimizerParamScheduler,
 ) -> Progress:
     """Load `settings.load_from`; a converted model, or --finetune, starts at iteration 0."""
-    found = settings.load_from
-    if found is None:
+    if settings.load_from is None:
         return Progress()
-    fresh = found.release or settings.training.finetune
-    stored = found.description.get("arguments", {})
-    with_optimizer = not (
-        fresh or settings.training.no_load_optim or stored["training"].get("no_save_optim")
-    )
-    if not fresh:
-        _warn_of_other_data(settings, stored)
+    with_optimizer = resumes_optimizer(settings)
     if with_optimizer:
-        _refuse_other_optimizer(settings, stored)
         optimizers.prepare_for_loading(optimizer)
-        state = _state(settings, chunks, optimizer, scheduler, is_loading=True)
-    else:
-        state = _model_state(chunks)
-    loaded = _read(state, found.folder)
-    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
-        _load_weights(unwrap_model(chunk), loaded[name])
+    loaded = read(settings, chunks, optimizer if with_optimizer else None)
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
         optimizers.finish_loading(optimizer)
     else:
         optimizer.reload_model_params()
-    if fresh:
+    return position(settings, loaded, scheduler)
+
+
+def resumes_optimizer(settings: Settings) -> bool:
+    """Whether the optimizer goes on from `settings.load_from`.
+
+    Raises:
+        BadInput: if it should, but its state there is of another form.
+    """
+    if _starts_anew(settings) or settings.training.no_load_optim:
+        return False
+    assert settings.load_from is not None
+    stored = settings.load_from.description["arguments"]
+    if stored["training"].get("no_save_optim"):
+        return False
+    _refuse_other_optimizer(settings, stored)
+    return True
+
+
+def read(
+    settings: Settings, chunks: list[nn.Module], optimizer: MegatronOptimizer | None = None
+) -> dict[str, Any]:
+    """Load the weights of `settings.load_from` into the model; returns all that was read.
+
+    Args:
+        optimizer: None where its state stays in the file.
+    """
+    found = settings.load_from
+    assert found is not None
+    if not _starts_anew(settings):
+        _warn_of_other_data(settings, found.description["arguments"])
+    loaded = _read(_state(chunks, optimizer, is_loading=True), found.folder)
+    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+        _load_weights(unwrap_model(chunk), loaded[name])
+    return loaded
+
+
+def position(
+    settings: Settings, loaded: dict[str, Any], scheduler: OptimizerParamScheduler
+) -> Progress:
+    """Where to go on: the schedule is put there, once the optimizer has what it loads."""
+    if _starts_anew(settings):
         return Progress()
     optimizers.load_scheduler(scheduler, loaded["opt_param_scheduler"], settings)
     return Progress(**loaded["progress"])
 
 
+def _starts_anew(settings: Settings) -> bool:
+    found = settings.load_from
+    return found is None or found.release or settings.training.finetune
+
+
 def _state(
-    settings: Settings,
-    chunks: list[nn.Module],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    is_loading: bool,
+    chunks: list[nn.Module], optimizer: MegatronOptimizer | None, is_loading: bool
 ) -> dict[str, Any]:
     state = _model_state(chunks)
-    if is_loading or not settings.training.no_save_optim:
+    if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(
             dict(state), is_loading=is_loading, metadata=dict(_METADATA)
         )
-    state["opt_param_scheduler"] = optimizers.scheduler_state(scheduler)
     return state
 
 
