@@ -7,11 +7,14 @@ SAVE/iter_0000010/                         Megatron's files, lengen.json, tokeni
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
 import re
+import secrets
 import shutil
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,9 @@ DESCRIPTION = "lengen.json"
 TOKENIZER = "tokenizer"
 RELEASE = "release"
 FORMAT = 1
+_COMMON = "common.pt"
+_BACKEND = "metadata.json"
+_HIDDEN = re.compile(r"\.(?P<kind>partial|removed|retired)_(?P<name>iter_\d+).*")
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +81,7 @@ def locate(root: str | Path, iteration: int | str | None = None, flag: str = "--
     """
     root = Path(root)
     require(root.is_dir(), f"--load: {root} is not a folder")
+    require(os.access(root, os.R_OK | os.X_OK), f"--load: {root} cannot be read")
     if (root / ".metadata").exists() or (root / DESCRIPTION).exists():
         own = root.resolve()
         named = iteration is None or own == iteration_folder(own.parent, iteration)
@@ -87,9 +94,9 @@ def locate(root: str | Path, iteration: int | str | None = None, flag: str = "--
         chosen = iteration_folder(root, iteration)
         require(chosen.is_dir(), f"{flag}: found {iteration}; {root}: {there}")
         return chosen
-    tracker = root / TRACKER
-    require(tracker.exists(), f"--load: {root} has no {TRACKER}; {there}")
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    tracker, text = root / TRACKER, _tracked(root)
+    require(text is not None, f"--load: {root} has no {TRACKER} that can be read; {there}")
+    assert text is not None
     known = text == RELEASE or text.isdecimal()
     require(known, f"{tracker}: found {text!r}; give {flag} N; {there}")
     chosen = iteration_folder(root, text)
@@ -110,25 +117,37 @@ def find(root: str | Path, iteration: int | None = None) -> Found | None:
         BadInput: if the iteration that was asked for, or every one there is, cannot be read.
     """
     root = Path(root)
-    tracked = root / TRACKER
-    single = (root / DESCRIPTION).exists()
-    if iteration is None and not (single or tracked.is_file() or iterations(root)):
+    single = os.path.exists(root / DESCRIPTION)
+    readable = not root.is_dir() or os.access(root, os.R_OK | os.X_OK)
+    if readable and iteration is None and not (single or _has_checkpoints(root)):
         return None
     try:
         folder = locate(root, iteration, flag="--ckpt-step")
-        read_metadata(folder)
+        _check(folder)
         return _found(folder)
     except BadInput as error:
         if iteration is not None or single:
             raise
-        text = tracked.read_text(errors="replace").strip() if tracked.is_file() else ""
+        text = _tracked(root) or ""
         for folder in _fallbacks(root, int(text) if text.isdecimal() else None):
             with contextlib.suppress(BadInput):
-                read_metadata(folder)
+                _check(folder)
                 if is_first_rank():
                     logger.warning("%s; loading %s instead", error, folder)
                 return _found(folder)
         raise
+
+
+def _has_checkpoints(root: Path) -> bool:
+    return (root / TRACKER).is_file() or bool(iterations(root))
+
+
+def _tracked(root: Path) -> str | None:
+    """What the tracker file says; None where there is none that can be read."""
+    try:
+        return (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
 
 
 def _fallbacks(root: Path, tracked: int | None) -> Iterator[Path]:
@@ -138,6 +157,33 @@ def _fallbacks(root: Path, tracked: int | None) -> Iterator[Path]:
     for number in reversed(iterations(root)):
         if tracked is None or number < tracked:
             yield iteration_folder(root, number)
+
+
+def _check(folder: Path) -> None:
+    """Whether training can load a folder, as far as can be told without reading its tensors.
+
+    Raises:
+        BadInput: one line naming the file that is missing, damaged or cut short.
+    """
+    read_metadata(folder)
+    try:
+        with zipfile.ZipFile(folder / _COMMON) as plain:
+            broken = plain.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise BadInput(f"{folder / _COMMON}: missing or damaged ({error})") from error
+    require(broken is None, f"{folder / _COMMON}: damaged ({broken})")
+    try:
+        json.loads((folder / _BACKEND).read_text())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{folder / _BACKEND}: missing or damaged ({error})") from error
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        _check(folder)
+    except BadInput:
+        return False
+    return True
 
 
 def _found(folder: Path) -> Found:
@@ -156,10 +202,11 @@ def read_description(folder: Path) -> dict[str, Any]:
         BadInput: if it is missing, damaged or of another format.
     """
     path = folder / DESCRIPTION
-    require(path.exists(), f"{path}: missing; not a checkpoint of megatron_lengen")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: missing; not a checkpoint of megatron_lengen") from error
+    except (OSError, ValueError) as error:
         raise BadInput(f"{path}: damaged ({error})") from error
     found = description.get("format") if isinstance(description, dict) else None
     require(found == FORMAT, f"{path}: format {found}; allowed: {FORMAT}")
@@ -185,17 +232,42 @@ def read_metadata(folder: Path) -> Metadata:
     for name, size in sorted(needed.items()):
         path = folder / name
         require(path.exists(), f"{path}: missing; the checkpoint is incomplete")
-        found = path.stat().st_size
+        try:
+            with open(path, "rb") as file:
+                found = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
         require(found >= size, f"{path}: cut short ({found} of {size} bytes)")
     return metadata
 
 
+def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Read the tensors of a folder and compare them with the checksums that were written.
+
+    Args:
+        part, parts: look at the part-th of so many, so that ranks can share the reading.
+
+    Returns:
+        The first file and tensor whose bytes have changed; None where all are as written.
+    """
+    stored = read_metadata(folder).storage_data or {}
+    entries = sorted(stored.items(), key=lambda item: (item[1].relative_path, item[1].offset))
+    for index, entry in entries[part::parts]:
+        path = folder / entry.relative_path
+        try:
+            with open(path, "rb") as file:
+                file.seek(entry.offset)
+                broken = zipfile.ZipFile(io.BytesIO(file.read(entry.length))).testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            broken = str(error)
+        if broken:
+            return f"{path}: damaged at {index.fqn}"
+    return None
+
+
 # ---- writing -------------------------------------------------------------------------------------
-
-
-def partial_folder(root: str | Path, iteration: int) -> Path:
-    """Where an iteration is written until it is complete."""
-    return Path(root) / f".partial_{iteration_folder(root, iteration).name}"
+# A folder gets a name that counts as a checkpoint only when it is complete, and loses it before
+# anything in it is deleted.
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
@@ -204,28 +276,72 @@ def write_description(folder: Path, description: dict[str, Any]) -> None:
     (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
 
-def start_partial(root: str | Path, iteration: int) -> None:
-    """Make the empty folder to write into; leftovers of a killed save are removed."""
-    partial = partial_folder(root, iteration)
-    shutil.rmtree(partial, ignore_errors=True)
+def start_partial(root: str | Path, iteration: int) -> Path:
+    """Make the empty folder to write an iteration into; leftovers of killed runs are removed.
+
+    Its name is used once: a process that outlived its run may still write into an older one.
+    """
+    clean(root)
+    name = f".partial_{iteration_folder(root, iteration).name}_{secrets.token_hex(4)}"
+    partial = Path(root) / name
     partial.mkdir(parents=True)
+    return partial
 
 
-def publish(root: str | Path, iteration: int) -> None:
+def publish(root: str | Path, iteration: int, partial: Path) -> None:
     """Give a complete folder its name, then point the tracker at it: both atomic, in this order."""
-    partial, target = partial_folder(root, iteration), iteration_folder(root, iteration)
+    target = iteration_folder(root, iteration)
     if target.exists():
         # The same iteration saved again, after a resume from an older one.
-        shutil.rmtree(_retired(target), ignore_errors=True)
+        _delete(_retired(target))
         os.replace(target, _retired(target))
     os.replace(partial, target)
     write_tracker(root, str(iteration))
-    shutil.rmtree(_retired(target), ignore_errors=True)
+    _delete(_retired(target))
+
+
+def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None = None) -> None:
+    """Remove old iterations, once a newer one is published.
+
+    Args:
+        newest: the iteration that was published; later ones, of an abandoned branch, stay.
+        keep_last: how many stay that can be read, the newest included.
+        keep_every: multiples of this stay too.
+    """
+    kept = 0
+    for number in reversed(iterations(root)):
+        folder = iteration_folder(root, number)
+        if number > newest or not folder.exists():
+            continue
+        if kept < keep_last:
+            kept += _is_complete(folder)
+        elif not (keep_every and number % keep_every == 0):
+            removed = folder.with_name(f".removed_{folder.name}")
+            _delete(removed)
+            os.replace(folder, removed)
+            _delete(removed)
+
+
+def clean(root: str | Path) -> None:
+    """Remove what killed runs left behind, but nothing that still is a checkpoint."""
+    for path in Path(root).glob(".*_iter_*"):
+        match = _HIDDEN.fullmatch(path.name)
+        if match and match["kind"] == "retired" and not (path.parent / match["name"]).exists():
+            os.replace(path, path.parent / match["name"])  # killed before its successor had a name
+        elif match:
+            _delete(path)
 
 
 def _retired(folder: Path) -> Path:
     """Where a folder waits while its successor takes its place."""
     return folder.with_name(f".retired_{folder.name}")
+
+
+def _delete(folder: Path) -> None:
+    """Delete as much as can be deleted; the next save tries again."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_tracker(root: str | Path, text: str) -> None:

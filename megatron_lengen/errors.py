@@ -2,7 +2,7 @@
 
 `BadInput` carries that line. Entry scripts run their `main` through `run_main`, which prints it on
 rank 0 only and leaves with exit code 2, so that a bad flag never floods the terminal with the
-tracebacks of every rank.
+tracebacks of every rank. `Fault` is the same for what is nobody's mistake, with another code.
 """
 
 from __future__ import annotations
@@ -14,10 +14,24 @@ from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
+EXIT_FAULT = 1
 
 
 class BadInput(ValueError):
     """A flag, file or setting that cannot work; the message names it and what is allowed."""
+
+
+class Fault(RuntimeError):
+    """Why a run cannot go on, in one line, where no traceback would say more.
+
+    Args:
+        message: the line.
+        code: exit code of the process.
+    """
+
+    def __init__(self, message: str, code: int = EXIT_FAULT) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def require(condition: bool, message: str) -> None:
@@ -39,14 +53,15 @@ def is_first_rank() -> bool:
 def run_main(main: Callable[[], int | None]) -> None:
     """Run an entry point and turn its result into an exit code.
 
-    `BadInput` becomes one line on stderr of rank 0 and exit code 2; `main` may return another code.
+    `BadInput` becomes one line on stderr of rank 0 and exit code 2, `Fault` the same with its own
+    code; `main` may return another code.
     """
     try:
         code = main() or 0
-    except BadInput as error:
+    except (BadInput, Fault) as error:
         if is_first_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        code = EXIT_BAD_INPUT
+        code = error.code if isinstance(error, Fault) else EXIT_BAD_INPUT
     sys.exit(code)
 
 

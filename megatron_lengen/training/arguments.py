@@ -249,6 +249,7 @@ def _check_packages(training: TrainingSettings) -> None:
     for flag, asked, package in (
         ("--tensorboard-dir", training.tensorboard_dir, "tensorboard"),
         ("--wandb-project", training.wandb_project, "wandb"),
+        ("--save", training.save, "psutil"),  # no package asks for it, but Megatron's writer
     ):
         if asked and not is_installed(package):
             raise missing_package(package, flag)

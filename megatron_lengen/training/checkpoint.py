@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
@@ -25,7 +26,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import versions
 from megatron_lengen.errors import BadInput, is_first_rank, require
+from megatron_lengen.runtime.agreement import first_problem, first_rank_does
 from megatron_lengen.training import optimizer as optimizers
+from megatron_lengen.training import tensor_writer
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.flags import flag_of
 
@@ -64,6 +67,7 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
+    skipped: int = 0
 
 
 def save(
@@ -72,37 +76,28 @@ def save(
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler,
     progress: Progress,
-    write_more: Callable[[Path], None] | None = None,
-) -> Path:
-    """Save everything that a resumed run needs; returns the iteration's folder.
+    folder: Path,
+) -> AsyncRequest:
+    """Prepare to save everything that a resumed run needs; called by every rank.
 
     Args:
         optimizer: None where its state is not Megatron-Core's.
-        write_more: called on every rank to add files to the folder before it is published.
+        folder: an empty one that every rank sees.
+
+    Returns:
+        What writes the tensors, to be scheduled or executed (see tensor_writer).
+
+    Raises:
+        Fault: on every rank, if the disk has no room or a file cannot be written.
     """
-    root = settings.training.save
-    assert root is not None
-    partial = checkpoint_folder.partial_folder(root, progress.iteration)
-    if is_first_rank():
-        checkpoint_folder.start_partial(root, progress.iteration)
-    dist.barrier()
     if settings.training.no_save_optim:
         optimizer = None
     state = _state(chunks, optimizer, is_loading=False)
     state["opt_param_scheduler"] = optimizers.scheduler_state(scheduler)
-    state["progress"] = {
-        "iteration": progress.iteration,
-        "consumed_samples": progress.consumed_samples,
-    }
-    dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
-    if write_more is not None:
-        write_more(partial)
-        dist.barrier()
-    if is_first_rank():
-        _describe(settings, partial, progress)
-        checkpoint_folder.publish(root, progress.iteration)
-    dist.barrier()
-    return checkpoint_folder.iteration_folder(root, progress.iteration)
+    state["progress"] = asdict(progress)
+    request = tensor_writer.prepare(state, folder, dict(_METADATA))
+    first_rank_does(partial(_describe, settings, folder, progress))
+    return request
 
 
 def load(
@@ -167,7 +162,9 @@ def position(
     if _starts_anew(settings):
         return Progress()
     optimizers.load_scheduler(scheduler, loaded["opt_param_scheduler"], settings)
-    return Progress(**loaded["progress"])
+    # Checkpoints of earlier versions lack what was added since.
+    known = {field.name for field in fields(Progress)}
+    return Progress(**{k: v for k, v in loaded["progress"].items() if k in known})
 
 
 def _starts_anew(settings: Settings) -> bool:
@@ -196,6 +193,10 @@ def _model_state(chunks: list[nn.Module]) -> dict[str, Any]:
 
 
 def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    damage = checkpoint_folder.find_damage(folder, dist.get_rank(), dist.get_world_size())
+    damage = first_problem(damage)
+    if damage:
+        raise BadInput(f"--load: {damage}; allowed: another iteration, with --ckpt-step")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated")

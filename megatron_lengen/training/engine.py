@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -40,8 +41,11 @@ class Engine(Protocol):
     def load(self) -> Progress:
         """Load the run's checkpoint, if it has one; called once, before anything is trained."""
 
-    def save(self, progress: Progress) -> Path:
-        """Save everything that a resumed run needs; returns the iteration's folder."""
+    def save(self, progress: Progress, folder: Path) -> AsyncRequest:
+        """Prepare to save everything that a resumed run needs into an empty folder.
+
+        Called by every rank. What is returned writes the tensors, at once or in the background.
+        """
 
 
 class MegatronEngine:
@@ -67,9 +71,14 @@ class MegatronEngine:
         """Load the run's checkpoint, if it has one; called once, before anything is trained."""
         return checkpoint.load(self.settings, self.chunks, self.optimizer, self.scheduler)
 
-    def save(self, progress: Progress) -> Path:
-        """Save everything that a resumed run needs; returns the iteration's folder."""
-        return checkpoint.save(self.settings, self.chunks, self.optimizer, self.scheduler, progress)
+    def save(self, progress: Progress, folder: Path) -> AsyncRequest:
+        """Prepare to save everything that a resumed run needs into an empty folder.
+
+        Called by every rank. What is returned writes the tensors, at once or in the background.
+        """
+        return checkpoint.save(
+            self.settings, self.chunks, self.optimizer, self.scheduler, progress, folder
+        )
 
 
 def _wrap(chunks: list[nn.Module], settings: Settings) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from megatron_lengen.runtime import distributed, host
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.engine import Engine, MegatronEngine
 from megatron_lengen.training.metrics import Reporter
+from megatron_lengen.training.saver import Saver
 from megatron_lengen.training.step import Data
 
 ModelProvider = Callable[[LengenConfig], list[nn.Module]]
@@ -48,7 +49,7 @@ class Trainer:
         self.engine: Engine = MegatronEngine(settings, model_provider(settings.model))
         self.progress = self.engine.load()
         self.train_set, self.valid_set = self._datasets()
-        self.saved_at = self.progress.iteration if settings.training.saves_here else -1
+        self.saver = Saver(settings, self.engine, self.progress)
 
     def run(self) -> None:
         """Train until --train-iters, a signal, or an exit condition."""
@@ -56,38 +57,34 @@ class Trainer:
         batch = training.global_batch_size
         assert batch is not None
         self._announce()
-        reporter = Reporter(self.settings, dist.get_world_size())
+        reporter = Reporter(self.settings, dist.get_world_size(), progress)
         leaving = _Leaving(training.exit_interval, training.exit_duration_in_mins)
         data = self._train_data()
         while progress.iteration < training.train_iters:
             result = self.engine.train(data, progress.consumed_samples)
             progress.iteration += 1
             progress.consumed_samples += batch
-            reporter.step(progress.iteration, progress.consumed_samples, result)
+            progress.skipped += result.skipped
+            reporter.step(progress, result)
             if self.valid_set is not None and self._time_to_validate():
                 loss = self.engine.evaluate(self._valid_data(), training.eval_iters)
-                reporter.validation(progress.iteration, progress.consumed_samples, loss)
+                reporter.validation(progress, loss)
                 reporter.restart_clock()
             stop = leaving.now(progress.iteration)
+            self.saver.poll()
             if training.save_interval and progress.iteration % training.save_interval == 0:
-                self._save()
+                self.saver.save(progress)
                 reporter.restart_clock()
             if stop:
                 break
-        self._save()
+        self.saver.save(progress)
+        self.saver.finish()
         reporter.close()
 
     def _time_to_validate(self) -> bool:
         iteration, interval = self.progress.iteration, self.settings.training.eval_interval
         last = iteration == self.settings.training.train_iters
         return last or bool(interval and iteration % interval == 0)
-
-    def _save(self) -> None:
-        if self.settings.training.save and self.saved_at != self.progress.iteration:
-            folder = self.engine.save(self.progress)
-            self.saved_at = self.progress.iteration
-            if is_first_rank():
-                print(f"saved {folder}", flush=True)
 
     # ---- data --------------------------------------------------------------------------------
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import is_first_rank, missing_package
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.checkpoint import Progress
+from megatron_lengen.training.metrics_file import JsonLines
 from megatron_lengen.training.step import StepResult
 
 
@@ -49,35 +48,15 @@ class Writer(Protocol):
         """Flush what is pending."""
 
 
-class JsonLines:
-    """One JSON object a row, appended, losses in full precision."""
-
-    def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115  (open for the whole run)
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append a row; numbers that JSON cannot say become null."""
-        clean = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
-        self._file.write(json.dumps(clean) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class TensorBoard:
-    """Scalars by iteration."""
+    """Scalars by iteration; what follows `start`, and comes again, is hidden."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, start: int | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise missing_package("tensorboard", "--tensorboard-dir") from error
-        self._writer = SummaryWriter(folder)
+        self._writer = SummaryWriter(folder, purge_step=None if start is None else start + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Add the row's numbers."""
@@ -118,74 +97,81 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_writers(settings: Settings) -> list[Writer]:
-    """The writers that were asked for; none but on rank 0."""
+def open_writers(settings: Settings, start: int | None = None) -> list[Writer]:
+    """The writers that were asked for; none but on rank 0.
+
+    Args:
+        start: the iteration that the run goes on from; None for a new one.
+    """
     training = settings.training
     writers: list[Writer] = []
     if not is_first_rank():
         return writers
     if training.metrics_jsonl:
-        writers.append(JsonLines(training.metrics_jsonl))
+        writers.append(JsonLines(training.metrics_jsonl, start))
     if training.tensorboard_dir:
-        writers.append(TensorBoard(training.tensorboard_dir))
+        writers.append(TensorBoard(training.tensorboard_dir, start))
     if training.wandb_project:
         writers.append(WeightsAndBiases(settings))
     return writers
 
 
 class Reporter:
-    """Turns steps into rows and lines."""
+    """Turns steps into rows and lines.
 
-    def __init__(self, settings: Settings, world_size: int) -> None:
+    Args:
+        start: how far the run is when it starts.
+    """
+
+    def __init__(self, settings: Settings, world_size: int, start: Progress) -> None:
         self._settings, self._world_size = settings, world_size
-        self._writers = open_writers(settings)
+        goes_on = settings.training.saves_here or start.iteration > 0
+        self._writers = open_writers(settings, start.iteration if goes_on else None)
         self._flops = flops_per_token(settings.model)
         self._last = time.perf_counter()
-        self._skipped = 0
         self._seconds_per_step: float | None = None
 
     def restart_clock(self) -> None:
         """Leave out of the next step's time what happened since the last one."""
         self._last = time.perf_counter()
 
-    def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
-        """Report a training step."""
+    def step(self, progress: Progress, result: StepResult) -> None:
+        """Report a training step, which `progress` counts already."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         batch = self._settings.training.global_batch_size or 0
         tokens = batch * self._settings.model.seq_length
-        self._skipped += result.skipped
         row = {
-            "iteration": iteration,
-            "consumed_samples": consumed_samples,
-            "consumed_tokens": consumed_samples * self._settings.model.seq_length,
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_samples * self._settings.model.seq_length,
             "lm_loss": result.loss,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "tokens_per_second": tokens / seconds,
             "tflops_per_process": tokens * self._flops / seconds / 1e12 / self._world_size,
-            "skipped": self._skipped,
+            "skipped": progress.skipped,
         }
         for writer in self._writers:
             writer.write(row)
         # Averaged over recent steps, so that the time left does not jump about.
         old = self._seconds_per_step
         self._seconds_per_step = seconds if old is None else 0.9 * old + 0.1 * seconds
-        if is_first_rank() and iteration % self._settings.training.log_interval == 0:
+        if is_first_rank() and progress.iteration % self._settings.training.log_interval == 0:
             print(self._line(row), flush=True)
 
-    def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
+    def validation(self, progress: Progress, loss: float) -> None:
         """Report a validation loss."""
         row = {
-            "iteration": iteration,
-            "consumed_samples": consumed_samples,
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
             "lm_loss": loss,
             "validation": True,
         }
         for writer in self._writers:
             writer.write(row)
         if is_first_rank():
-            print(f"validation at iteration {iteration}: loss {loss:.6f}", flush=True)
+            print(f"validation at iteration {progress.iteration}: loss {loss:.6f}", flush=True)
 
     def close(self) -> None:
         """Close the writers."""

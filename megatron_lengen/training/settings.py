@@ -112,6 +112,16 @@ class TrainingSettings:
     save_interval: int | None = None
     """Iterations between checkpoints (the last one is always saved)."""
 
+    async_save: bool = False
+    """Write checkpoints in the background: training waits only until the weights are copied."""
+
+    keep_last: int | None = None
+    """Remove older checkpoints than this many, each time a new one is complete (default: keep
+    all)."""
+
+    keep_every: int | None = None
+    """With --keep-last: keep those whose iteration is a multiple of this, too."""
+
     no_save_optim: bool = False
     """Leave the optimizer's state out of checkpoints."""
 
@@ -195,6 +205,8 @@ class TrainingSettings:
         _at_least(1, "--log-interval", self.log_interval)
         for flag, given in (
             ("--save-interval", self.save_interval),
+            ("--keep-last", self.keep_last),
+            ("--keep-every", self.keep_every),
             ("--exit-interval", self.exit_interval),
             ("--lr-decay-iters", self.lr_decay_iters),
         ):
@@ -208,8 +220,14 @@ class TrainingSettings:
         require(self.ckpt_step is None or self.load is not None, "--ckpt-step: needs --load")
         self._check_schedule(lr, min_lr)
         self._check_data()
+        for flag, value in (
+            ("--save-interval", self.save_interval),
+            ("--async-save", self.async_save),
+            ("--keep-last", self.keep_last),
+        ):
+            require(not value or self.save is not None, f"{flag}: needs --save")
         require(
-            self.save_interval is None or self.save is not None, "--save-interval: needs --save"
+            self.keep_every is None or self.keep_last is not None, "--keep-every: needs --keep-last"
         )
 
     def _check_schedule(self, lr: float | None, min_lr: float | None) -> None:
@@ -277,8 +295,9 @@ class TrainingSettings:
             1 <= len(shares) <= 3 and min(shares) >= 0 and sum(shares) > 0 and shares[0] > 0,
             f"--split: found {self.split}; allowed: up to three shares as in 99,1,0",
         )
-        if self.data_cache_path and not _can_write(self.data_cache_path):
-            raise BadInput(f"--data-cache-path: cannot write to {self.data_cache_path}")
+        for flag, folder in (("--data-cache-path", self.data_cache_path), ("--save", self.save)):
+            if folder and not os.path.isfile(folder) and not _can_write(folder):
+                raise BadInput(f"{flag}: cannot write to {folder}")
 
 
 def _at_least(low: int, flag: str, value: int) -> None:

@@ -22,7 +22,7 @@ def saved(process_groups, tmp_path_factory):
     for first in (0, 4):
         trainer.engine.train(data, first)
     trainer.progress = Progress(2, 8)
-    trainer._save()
+    trainer.saver.save(trainer.progress)
     return root, trainer
 
 
@@ -66,7 +66,7 @@ def test_weights_only(saved):
 def test_a_checkpoint_without_the_optimizer(saved, tmp_path):
     root, trainer = saved
     lean = trainer_of(f"--load {root} --save {tmp_path / 'lean'} --no-save-optim")
-    lean._save()
+    lean.saver.save(lean.progress)
     back = trainer_of(f"--load {tmp_path / 'lean'}")
     assert back.progress == Progress(2, 8) and moments(back) == []
     assert equal(weights(back), weights(trainer))
@@ -75,7 +75,7 @@ def test_a_checkpoint_without_the_optimizer(saved, tmp_path):
     data = full._train_data()
     full.engine.train(data, 8)
     full.progress = Progress(3, 12)
-    full._save()
+    full.saver.save(full.progress)
     assert equal(moments(trainer_of(f"--load {tmp_path / 'full'}")), moments(full))
 
 

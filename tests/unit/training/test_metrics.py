@@ -10,6 +10,7 @@ from runs import settings_of
 
 from megatron_lengen.errors import BadInput
 from megatron_lengen.training import metrics
+from megatron_lengen.training.checkpoint import Progress
 from megatron_lengen.training.metrics import Reporter, flops_per_token
 from megatron_lengen.training.step import StepResult
 
@@ -71,9 +72,9 @@ def test_json_lines_hold_the_contract_in_full_precision_and_append(tmp_path):
     file = tmp_path / "new" / "metrics.jsonl"
     settings = settings_of(f"--metrics-jsonl {file}")
     for iteration in (1, 2):  # two processes of one run
-        reporter = Reporter(settings, 1)
-        reporter.step(iteration, 4 * iteration, RESULT)
-        reporter.validation(iteration, 4 * iteration, 2 / 3)
+        reporter = Reporter(settings, 1, Progress(iteration - 1))
+        reporter.step(Progress(iteration, 4 * iteration), RESULT)
+        reporter.validation(Progress(iteration, 4 * iteration), 2 / 3)
         reporter.close()
     train, validation, resumed, _ = read(file)
     assert set(train) >= CONTRACT and "validation" not in train
@@ -87,10 +88,10 @@ def test_json_lines_hold_the_contract_in_full_precision_and_append(tmp_path):
 
 def test_skipped_steps_are_counted_and_no_number_is_null(tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
-    reporter = Reporter(settings_of(f"--metrics-jsonl {file}"), 1)
+    reporter = Reporter(settings_of(f"--metrics-jsonl {file}"), 1, Progress())
     bad = StepResult(float("nan"), 96, float("nan"), 1e-4, skipped=True)
-    for iteration, result in enumerate((bad, RESULT, bad), start=1):
-        reporter.step(iteration, 4 * iteration, result)
+    for skipped, result in ((1, bad), (1, RESULT), (2, bad)):
+        reporter.step(Progress(1, 4, skipped), result)
     rows = read(file)
     assert [row["skipped"] for row in rows] == [1, 1, 2]
     assert rows[0]["lm_loss"] is None and rows[0]["grad_norm"] is None
@@ -100,15 +101,15 @@ def test_skipped_steps_are_counted_and_no_number_is_null(tmp_path, capsys):
 
 def test_only_the_first_rank_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    reporter = Reporter(settings_of(f"--metrics-jsonl {tmp_path / 'm'}"), 2)
-    reporter.step(1, 4, RESULT)
+    reporter = Reporter(settings_of(f"--metrics-jsonl {tmp_path / 'm'}"), 2, Progress())
+    reporter.step(Progress(1, 4), RESULT)
     assert not (tmp_path / "m").exists() and capsys.readouterr().out == ""
 
 
 def test_console_lines_come_at_their_interval(capsys):
-    reporter = Reporter(settings_of("--log-interval 2"), 1)
+    reporter = Reporter(settings_of("--log-interval 2"), 1, Progress())
     for iteration in range(1, 5):
-        reporter.step(iteration, 4 * iteration, RESULT)
+        reporter.step(Progress(iteration, 4 * iteration), RESULT)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[0].strip() for line in lines] == ["iteration  2/12", "iteration  4/12"]
     assert "loss 0.3333" in lines[0] and "grad norm 0.286" in lines[0] and "left" in lines[0]
@@ -131,9 +132,9 @@ def test_tensorboard(tmp_path):
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    reporter = Reporter(settings_of(f"--tensorboard-dir {tmp_path}"), 1)
-    reporter.step(1, 4, RESULT)
-    reporter.validation(1, 4, 2 / 3)
+    reporter = Reporter(settings_of(f"--tensorboard-dir {tmp_path}"), 1, Progress())
+    reporter.step(Progress(1, 4), RESULT)
+    reporter.validation(Progress(1, 4), 2 / 3)
     reporter.close()
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()

@@ -1,0 +1,112 @@
+"""When checkpoints are written, published and removed.
+
+A checkpoint is published (given its name, then the tracker) once every rank's data is on disk: at
+the end of a synchronous save, or at a later step of an asynchronous one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+from megatron_lengen import checkpoint_folder
+from megatron_lengen.errors import Fault, is_first_rank
+from megatron_lengen.runtime.agreement import first_rank_does
+from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.checkpoint import Progress
+from megatron_lengen.training.engine import Engine
+
+
+class Saver:
+    """Saves an engine's state; every method is called by every rank, at the same step.
+
+    Args:
+        progress: where the run starts; what it was loaded from needs no saving again.
+    """
+
+    def __init__(self, settings: Settings, engine: Engine, progress: Progress) -> None:
+        self._settings, self._engine = settings, engine
+        self._root = Path(settings.training.save) if settings.training.save else None
+        self._saved_at = progress.iteration if settings.training.saves_here else -1
+        self._newest = self._saved_at if settings.load_from and self._saved_at >= 0 else None
+        # Megatron's persistent writer counts CUDA devices, and there may be none.
+        self._pending = AsyncCallsQueue(persistent=False)
+
+    def save(self, progress: Progress) -> None:
+        """Save, unless this iteration is saved already; waits for a save that is still pending.
+
+        Raises:
+            Fault: if it cannot be written; what was there before is left as it was.
+        """
+        iteration, root = progress.iteration, self._root
+        if root is None or iteration == self._saved_at:
+            return
+        self.finish()
+        self._saved_at = iteration
+        with self._explained():
+            partial = self._start(root, iteration)
+            request = self._engine.save(replace(progress), partial)
+            request.add_finalize_fn(lambda: self._publish(root, iteration, partial))
+            if self._settings.training.async_save:
+                self._pending.schedule_async_request(request)
+            else:
+                request.execute_sync()
+
+    def poll(self) -> None:
+        """Publish the pending checkpoint if every rank has written it.
+
+        Raises:
+            Fault: if one of them could not.
+        """
+        with self._explained():
+            self._pending.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the pending save and publish it; raises as `poll` does."""
+        with self._explained():
+            self._pending.maybe_finalize_async_calls(blocking=True)
+
+    def _start(self, root: Path, iteration: int) -> Path:
+        """An empty folder, the same on every rank."""
+        made: list[Path | None] = [None]
+
+        def make() -> None:
+            made[0] = checkpoint_folder.start_partial(root, iteration)
+
+        first_rank_does(make)
+        dist.broadcast_object_list(made, src=0)
+        (partial,) = made
+        assert partial is not None
+        return partial
+
+    def _publish(self, root: Path, iteration: int, partial: Path) -> None:
+        training = self._settings.training
+
+        def publish() -> None:
+            checkpoint_folder.publish(root, iteration, partial)
+            if training.keep_last is not None:
+                checkpoint_folder.prune(root, iteration, training.keep_last, training.keep_every)
+            print(f"saved {checkpoint_folder.iteration_folder(root, iteration)}", flush=True)
+
+        first_rank_does(publish)
+        self._newest = iteration
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say of a failure what it means for the run, and give the space back."""
+        try:
+            yield
+        except Fault as fault:
+            root, newest = self._root, self._newest
+            assert root is not None
+            if is_first_rank():
+                with contextlib.suppress(OSError):
+                    checkpoint_folder.clean(root)
+            kept = "there is no complete one" if newest is None else f"the newest is {newest}"
+            text = f"--save: no checkpoint of iteration {self._saved_at}: {fault}; {kept}"
+            raise Fault(text) from fault
