@@ -64,6 +64,7 @@ def start(config: LengenConfig, timeout_minutes: float = 10.0) -> None:
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
         create_gloo_process_groups=True,
+        distributed_timeout_minutes=timeout_minutes,
     )
     seed_everything(config.seed)
 

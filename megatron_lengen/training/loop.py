@@ -18,6 +18,7 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.data.datasets import build_datasets, micro_batches
 from megatron_lengen.errors import is_first_rank
 from megatron_lengen.runtime import distributed, host
+from megatron_lengen.runtime.watch import Watch
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.engine import Engine, MegatronEngine
 from megatron_lengen.training.metrics import Reporter
@@ -36,7 +37,8 @@ def train(settings: Settings, model_provider: ModelProvider) -> None:
     """
     distributed.start(settings.model, settings.training.distributed_timeout_minutes)
     try:
-        Trainer(settings, model_provider).run()
+        with Watch(settings.training.distributed_timeout_minutes) as watch:
+            Trainer(settings, model_provider, watch).run()
     finally:
         distributed.stop()
 
@@ -44,8 +46,10 @@ def train(settings: Settings, model_provider: ModelProvider) -> None:
 class Trainer:
     """One run on this rank."""
 
-    def __init__(self, settings: Settings, model_provider: ModelProvider) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: Settings, model_provider: ModelProvider, watch: Watch | None = None
+    ) -> None:
+        self.settings, self.watch = settings, watch
         self.engine: Engine = MegatronEngine(settings, model_provider(settings.model))
         self.progress = self.engine.load()
         self.train_set, self.valid_set = self._datasets()
@@ -61,6 +65,8 @@ class Trainer:
         leaving = _Leaving(training.exit_interval, training.exit_duration_in_mins)
         data = self._train_data()
         while progress.iteration < training.train_iters:
+            if self.watch is not None:
+                self.watch.iteration = progress.iteration + 1
             result = self.engine.train(data, progress.consumed_samples)
             progress.iteration += 1
             progress.consumed_samples += batch
