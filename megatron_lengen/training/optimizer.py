@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import Tensor, nn
 
 from megatron_lengen.errors import require
+from megatron_lengen.runtime.agreement import everywhere
 from megatron_lengen.training.arguments import Settings
 
 _NOT_IN_MEGATRONS_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
@@ -43,12 +44,7 @@ EMBEDDING_TABLES = ("*embedding.word_embeddings.weight", "*output_layer.weight")
 
 def build_optimizer(settings: Settings, chunks: list[nn.Module]) -> MegatronOptimizer:
     """AdamW with the run's weight-decay rule."""
-    training = settings.training
-    overrides = get_standard_config_overrides(settings.optimizer)
-    if training.decay_all:
-        overrides = {}
-    elif not training.decay_embeddings:
-        overrides[ParamKey(name=EMBEDDING_TABLES)] = ParamGroupOverride(wd_mult=0.0)
+    overrides = _weight_decay_overrides(settings)
     optimizer = get_megatron_optimizer(settings.optimizer, chunks, config_overrides=overrides)
     for inner in _members(optimizer):
         if _is_torch_adam(inner):
@@ -61,7 +57,29 @@ def build_optimizer(settings: Settings, chunks: list[nn.Module]) -> MegatronOpti
     return optimizer
 
 
-def build_scheduler(settings: Settings, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def weight_decay_groups(settings: Settings, chunk: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer of PyTorch's kind: what decays, and what does not."""
+    exempt = list(_weight_decay_overrides(settings))
+    groups: dict[float, list[nn.Parameter]] = {1.0: [], 0.0: []}
+    for name, parameter in chunk.named_parameters():
+        spared = any(key.matches(parameter, name) for key in exempt)
+        groups[0.0 if spared else 1.0].append(parameter)
+    return [{"params": p, "wd_mult": multiplier} for multiplier, p in groups.items() if p]
+
+
+def _weight_decay_overrides(settings: Settings) -> dict[ParamKey, ParamGroupOverride]:
+    """Which parameters do not decay, in Megatron-Core's terms."""
+    if settings.training.decay_all:
+        return {}
+    overrides = get_standard_config_overrides(settings.optimizer)
+    if not settings.training.decay_embeddings:
+        overrides[ParamKey(name=EMBEDDING_TABLES)] = ParamGroupOverride(wd_mult=0.0)
+    return overrides
+
+
+def build_scheduler(
+    settings: Settings, optimizer: MegatronOptimizer | torch.optim.Optimizer
+) -> OptimizerParamScheduler:
     """The learning-rate schedule, counted in samples as Megatron does."""
     training, config = settings.training, settings.optimizer
     batch = training.global_batch_size
@@ -87,18 +105,17 @@ def build_scheduler(settings: Settings, optimizer: MegatronOptimizer) -> Optimiz
 
 @torch.no_grad()
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
-    """Clip and update, unless the gradients are not finite; returns their L2 norm.
+    """Clip and update, unless gradients are not finite on some rank; returns their L2 norm.
 
     Megatron-Core's own `step` updates with whatever the gradients hold.
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if math.isfinite(norm):
-        for inner in _members(optimizer):
-            parameters = inner.get_parameters()
-            if parameters and inner.config.clip_grad > 0.0:
-                clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
-        optimizer.step_with_ready_grads()
+    for inner in _members(optimizer):
+        parameters = inner.get_parameters()
+        if parameters and inner.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
     return norm
 
 

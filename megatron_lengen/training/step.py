@@ -52,7 +52,7 @@ class Stepper:
     def __init__(self, settings: Settings, chunks: list[DistributedDataParallel]) -> None:
         self.settings, self.chunks = settings, chunks
         self._run = get_forward_backward_func()
-        self._first_sample = 0
+        self.first_sample = 0
 
     def train(
         self,
@@ -92,10 +92,10 @@ class Stepper:
     def _forward_backward(
         self, data: Data, first_sample: int, forward_only: bool
     ) -> tuple[float, int]:
-        self._first_sample = first_sample
+        self.first_sample = first_sample
         training = self.settings.training
         reports = self._run(
-            forward_step_func=self._forward_step,
+            forward_step_func=self.forward_step,
             data_iterator=data,
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=self.settings.micro_batches,
@@ -103,9 +103,9 @@ class Stepper:
             micro_batch_size=training.micro_batch_size,
             forward_only=forward_only,
         )
-        return _sum_reports([report["lm_loss"] for report in reports])
+        return sum_reports([report["lm_loss"] for report in reports])
 
-    def _forward_step(self, data: Iterator[Batch] | None, chunk: nn.Module) -> tuple[Tensor, Any]:
+    def forward_step(self, data: Iterator[Batch] | None, chunk: nn.Module) -> tuple[Tensor, Any]:
         """Called by the schedule for each micro-batch on every stage."""
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         set_samples(self._samples(model.decoder.layers[0].current_microbatch))
@@ -131,12 +131,12 @@ class Stepper:
         """Sample numbers of a micro-batch: no stage needs data to know them."""
         rows = self.settings.training.micro_batch_size
         ranks = self.settings.data_parallel_size
-        first = self._first_sample + micro_batch * rows * ranks
+        first = self.first_sample + micro_batch * rows * ranks
         first += parallel_state.get_data_parallel_rank() * rows
         return torch.arange(first, first + rows)
 
 
-def _sum_reports(reports: list[Tensor]) -> tuple[float, int]:
+def sum_reports(reports: list[Tensor]) -> tuple[float, int]:
     """Loss and token count of the whole batch, on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=host.device())
     for report in reports:
