@@ -8,11 +8,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from megatron_lengen.errors import Fault
+from megatron_lengen.runtime import host
 
 logger = logging.getLogger(__name__)
+
+
+def everywhere(condition: bool) -> bool:
+    """Whether a condition holds on every rank; called by every rank."""
+    answer = torch.tensor(float(condition), device=host.device())
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+    return bool(answer)
 
 
 def first_problem(own: str | None) -> str | None:

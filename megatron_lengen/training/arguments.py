@@ -242,6 +242,8 @@ def _data_parallelism(given: dict[str, Any]) -> DistributedDataParallelConfig:
     # Gradients of bf16 weights add up in fp32, as Megatron-LM does for bf16.
     if given.get("bf16"):
         values["grad_reduce_in_fp32"] = True
+    # Megatron-Core's data parallelism asks the rerun state machine about each rank's gradients.
+    values["check_for_nan_in_grad"] = given.get("rerun_mode", "disabled") != "disabled"
     return DistributedDataParallelConfig(**values)
 
 

@@ -31,6 +31,7 @@ from megatron_lengen.training import optimizer as optimizers
 from megatron_lengen.training import tensor_writer
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.flags import flag_of
+from megatron_lengen.training.guards import rerun_state, restore_reruns
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def save(
     state = _state(chunks, optimizer, is_loading=False)
     state["opt_param_scheduler"] = optimizers.scheduler_state(scheduler)
     state["progress"] = asdict(progress)
+    state["rerun"] = rerun_state(settings.training.rerun_mode)
     request = tensor_writer.prepare(state, folder, dict(_METADATA))
     first_rank_does(partial(_describe, settings, folder, progress))
     return request
@@ -164,7 +166,9 @@ def position(
     optimizers.load_scheduler(scheduler, loaded["opt_param_scheduler"], settings)
     # Checkpoints of earlier versions lack what was added since.
     known = {field.name for field in fields(Progress)}
-    return Progress(**{k: v for k, v in loaded["progress"].items() if k in known})
+    progress = Progress(**{k: v for k, v in loaded["progress"].items() if k in known})
+    restore_reruns(settings.training.rerun_mode, progress.iteration, loaded.get("rerun"))
+    return progress
 
 
 def _starts_anew(settings: Settings) -> bool:

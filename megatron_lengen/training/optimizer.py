@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import Tensor, nn
 
 from megatron_lengen.errors import require
+from megatron_lengen.runtime.agreement import everywhere
 from megatron_lengen.training.arguments import Settings
 
 _NOT_IN_MEGATRONS_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
@@ -104,18 +105,19 @@ def build_scheduler(
 
 @torch.no_grad()
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
-    """Clip and update, unless the gradients are not finite; returns their L2 norm.
+    """Clip and update, unless gradients are not finite on some rank; returns their L2 norm.
 
     Megatron-Core's own `step` updates with whatever the gradients hold.
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if math.isfinite(norm):
-        for inner in _members(optimizer):
-            parameters = inner.get_parameters()
-            if parameters and inner.config.clip_grad > 0.0:
-                clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
-        optimizer.step_with_ready_grads()
+    if not everywhere(math.isfinite(norm)):
+        return norm if not math.isfinite(norm) else math.nan
+    for inner in _members(optimizer):
+        parameters = inner.get_parameters()
+        if parameters and inner.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
     return norm
 
 

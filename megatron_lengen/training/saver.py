@@ -37,14 +37,17 @@ class Saver:
         # Megatron's persistent writer counts CUDA devices, and there may be none.
         self._pending = AsyncCallsQueue(persistent=False)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, again: bool = False) -> None:
         """Save, unless this iteration is saved already; waits for a save that is still pending.
+
+        Args:
+            again: save even so, in the place of what is there.
 
         Raises:
             Fault: if it cannot be written; what was there before is left as it was.
         """
         iteration, root = progress.iteration, self._root
-        if root is None or iteration == self._saved_at:
+        if root is None or (iteration == self._saved_at and not again):
             return
         self.finish()
         self._saved_at = iteration

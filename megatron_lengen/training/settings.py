@@ -11,6 +11,7 @@ from megatron_lengen.errors import BadInput, require
 
 Style = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 DecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+RerunMode = Literal["disabled", "validate_results"]
 
 
 @dataclass
@@ -90,6 +91,15 @@ class TrainingSettings:
     tokenizer_type: str | None = None
     """Kind of tokenizer: HuggingFaceTokenizer, SentencePieceTokenizer, ByteLevelTokenizer,
     NullTokenizer (with --vocab-size)."""
+
+    max_skipped_steps: int = 10
+    """Steps in a row whose loss or gradient may be nan or infinite, and whose update is left out,
+    before the run ends; 0 for any number."""
+
+    rerun_mode: RerunMode = "disabled"
+    """validate_results: compute a step again whose loss or gradient is nan or infinite, to tell a
+    fault of the machine from one of the run; ends with exit code 16 (to be resumed on another
+    machine, which decides) or 17 (decided)."""
 
     eval_interval: int = 1000
     """Iterations between validations; 0 for none."""
@@ -200,6 +210,7 @@ class TrainingSettings:
             ("--eval-interval", self.eval_interval),
             ("--eval-iters", self.eval_iters),
             ("--num-workers", self.num_workers),
+            ("--max-skipped-steps", self.max_skipped_steps),
         ):
             _at_least(0, flag, number)
         _at_least(1, "--log-interval", self.log_interval)
@@ -218,6 +229,10 @@ class TrainingSettings:
         ):
             require(minutes is None or minutes > 0, f"{flag}: found {minutes}; allowed: above 0")
         require(self.ckpt_step is None or self.load is not None, "--ckpt-step: needs --load")
+        require(
+            self.rerun_mode == "disabled" or self.save is not None,
+            f"--rerun-mode {self.rerun_mode}: needs --save",
+        )
         self._check_schedule(lr, min_lr)
         self._check_data()
         for flag, value in (

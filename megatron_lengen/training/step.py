@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from megatron_lengen.data.datasets import Batch
 from megatron_lengen.layers.context_parallel import positions_of_rank, tokens_of_rank
 from megatron_lengen.layers.coordinates import set_samples
 from megatron_lengen.runtime import host
+from megatron_lengen.runtime.agreement import everywhere
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.guards import Reruns, not_finite_in
 from megatron_lengen.training.optimizer import apply_gradients
 
 Data = Iterator[Batch] | None | list[Iterator[Batch] | None]
@@ -37,6 +39,7 @@ class StepResult:
         grad_norm: L2 norm of the whole gradient before clipping; nan where the loss is not finite.
         learning_rate: the rate that the update used.
         skipped: whether the update was left out because loss or gradients were not finite.
+        not_finite_in: (data-parallel rank, micro-batch) of losses that were not finite.
     """
 
     loss: float
@@ -44,6 +47,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: bool
+    not_finite_in: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Stepper:
@@ -52,6 +56,7 @@ class Stepper:
     def __init__(self, settings: Settings, chunks: list[DistributedDataParallel]) -> None:
         self.settings, self.chunks = settings, chunks
         self._run = get_forward_backward_func()
+        self._reruns = Reruns(settings.training.rerun_mode)
         self.first_sample = 0
 
     def train(
@@ -61,19 +66,28 @@ class Stepper:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
     ) -> StepResult:
-        """One optimizer step on samples first_sample .. first_sample + global batch - 1."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss, tokens = self._forward_backward(data, first_sample, forward_only=False)
+        """One optimizer step on samples first_sample .. first_sample + global batch - 1.
+
+        Raises:
+            Verdict: where a rerun was asked for and needed (see guards.py).
+        """
+        reports: list[Tensor] = []
+        for _ in self._reruns.attempts(data):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            reports = self._forward_backward(data, first_sample, forward_only=False)
+        loss, tokens = sum_reports(reports)
         rate = float(optimizer.param_groups[0]["lr"])
-        skipped = not math.isfinite(loss)
-        grad_norm = math.nan
-        if not skipped:
+        grad_norm, places = math.nan, []
+        skipped = not everywhere(math.isfinite(loss))
+        if skipped:
+            places = not_finite_in(reports, self.settings)
+        else:
             grad_norm = apply_gradients(optimizer)
             skipped = not math.isfinite(grad_norm)
         scheduler.step(increment=self.settings.training.global_batch_size)
-        return StepResult(loss, tokens, grad_norm, rate, skipped)
+        return StepResult(loss, tokens, grad_norm, rate, skipped, places)
 
     @torch.no_grad()
     def evaluate(self, data: Data, steps: int) -> float:
@@ -82,16 +96,15 @@ class Stepper:
             chunk.eval()
         total, tokens = 0.0, 0
         for _ in range(steps):
-            loss, count = self._forward_backward(data, 0, forward_only=True)
+            loss, count = sum_reports(self._forward_backward(data, 0, forward_only=True))
             total += loss * count
             tokens += count
         for chunk in self.chunks:
             chunk.train()
         return total / max(tokens, 1)
 
-    def _forward_backward(
-        self, data: Data, first_sample: int, forward_only: bool
-    ) -> tuple[float, int]:
+    def _forward_backward(self, data: Data, first_sample: int, forward_only: bool) -> list[Tensor]:
+        """(sum of losses, tokens) of each of this rank's micro-batches, on the last stage."""
         self.first_sample = first_sample
         training = self.settings.training
         reports = self._run(
@@ -103,7 +116,7 @@ class Stepper:
             micro_batch_size=training.micro_batch_size,
             forward_only=forward_only,
         )
-        return sum_reports([report["lm_loss"] for report in reports])
+        return [report["lm_loss"] for report in reports]
 
     def forward_step(self, data: Iterator[Batch] | None, chunk: nn.Module) -> tuple[Tensor, Any]:
         """Called by the schedule for each micro-batch on every stage."""
@@ -122,6 +135,8 @@ class Stepper:
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             assert loss_mask is not None
             total = (output.float() * loss_mask).sum()
+            if torch.is_grad_enabled():
+                self._reruns.check(total.detach())
             count = loss_mask.sum().to(torch.int)
             return total, count, {"lm_loss": torch.stack((total.detach().double(), count.double()))}
 
