@@ -1,11 +1,9 @@
-"""Causal attention with windows, without an S x S tensor.
+"""Attention without an S x S tensor: the quickest way that serves a weighting.
 
-Shapes: b batch, hq query heads, hkv key/value heads (hq a multiple of hkv), sq queries, sk keys,
-d channels of a head, W window in keys. Queries are the last sq positions of the sk keys, so the
-same function serves training (sq == sk) and cached decoding (sq < sk).
-
-Memory grows as S * (W + d): windowed attention works on blocks of queries against their own and
-the previous block's keys; full attention is PyTorch's causal kernel, which tiles by itself.
+Softmax over a causal window goes through PyTorch's own kernels: blocks of queries against their
+own and the previous block's keys where there is a window, the causal kernel, which tiles by
+itself, where there is none. Everything else goes through `ops.tiles`. Memory grows linearly with
+the length. Shapes as in `ops.weighting`.
 """
 
 from __future__ import annotations
@@ -14,34 +12,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lengen.ops.tiles import tiled_attention
+from megatron_lengen.ops.weighting import Weighting, check_shapes, repeat_heads
+
 # Smaller blocks than this waste more on launching than they save in arithmetic.
 MIN_BLOCK = 64
 # Queries at a time where a mask against all keys is needed (sq < sk).
 QUERY_CHUNK = 256
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
+    """Attention with weights by `weighting`, equal to `naive_attention`.
+
+    Args:
+        q: [b, hq, sq, d].
+        k, v: [b, hkv, sk, d], sk >= sq.
+
+    Returns:
+        [b, hq, sq, d], in q's dtype.
+    """
+    if weighting.plain:
+        return causal_attention(q, k, v, weighting.window, weighting.scale)
+    return tiled_attention(q, k, v, weighting)
+
+
 def window_mask(sq: int, sk: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys a query sees: bool [sq, sk], queries aligned to the end of the keys.
-
-    Query i (at position i + sk - sq) sees key j iff j <= i and, with a window, j > i - W.
-    """
-    i = torch.arange(sk - sq, sk, device=device)[:, None]
-    j = torch.arange(sk, device=device)[None, :]
-    visible = j <= i
-    return visible if window is None else visible & (j > i - window)
-
-
-def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, scale: float | None = None
-) -> Tensor:
-    """The definition, with the S x S matrix written out; the reference for tests.
-
-    Args and result as in `causal_attention`.
-    """
-    k, v = _repeat_heads(q, k), _repeat_heads(q, v)
-    scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    mask = window_mask(q.shape[2], k.shape[2], window, q.device)
-    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) @ v
+    """Which keys a query sees: bool [sq, sk], queries aligned to the end of the keys."""
+    j = torch.arange(sk, device=device)
+    return Weighting(window).visible(j[sk - sq :], j)[0]
 
 
 def causal_attention(
@@ -62,13 +60,10 @@ def causal_attention(
     Raises:
         ValueError: for heads, lengths or a window that do not fit each other.
     """
-    sq, sk = q.shape[2], k.shape[2]
-    if sq > sk:
-        raise ValueError(f"more queries ({sq}) than keys ({sk})")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads")
+    check_shapes(q, k, v)
     if window is not None and window < 1:
         raise ValueError(f"a window of {window} keys")
+    sq, sk = q.shape[2], k.shape[2]
     if window is not None and window >= sk:
         window = None
     if sq == 1:
@@ -81,12 +76,6 @@ def causal_attention(
     return _windowed(q, k, v, window, scale)
 
 
-def _repeat_heads(q: Tensor, x: Tensor) -> Tensor:
-    """Key or value heads repeated to match the query heads."""
-    repeats = q.shape[1] // x.shape[1]
-    return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
-
-
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -95,7 +84,7 @@ def _attend(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    k, v = _repeat_heads(q, k), _repeat_heads(q, v)
+    k, v = repeat_heads(q, k), repeat_heads(q, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
 
 

@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_config
 
 from megatron_lengen.layers.attention import CausalAttention
-from megatron_lengen.ops.attention import naive_attention
+from megatron_lengen.ops.weighting import Weighting, naive_attention
 
 
 def attention(layer_number: int, **changes) -> CausalAttention:
@@ -23,7 +23,7 @@ def attention(layer_number: int, **changes) -> CausalAttention:
 def test_layers_have_their_window(layer_number, window):
     q, k, v = (torch.randn(20, 2, heads, 8) for heads in (4, 2, 2))
     found = attention(layer_number)(q, k, v)
-    expected = naive_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), window)
+    expected = naive_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), Weighting(window))
     assert found.shape == (20, 2, 32)
     torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2), atol=1e-5, rtol=1e-5)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lengen.ops.attention import causal_attention, naive_attention, window_mask
+from megatron_lengen.ops.attention import causal_attention, window_mask
+from megatron_lengen.ops.weighting import Weighting, naive_attention
 
 
 def explicit_attention(
@@ -64,7 +65,7 @@ def assert_same(qkv: list[Tensor], found: Tensor, expected: Tensor, tolerance: f
 def test_equals_the_definition(size, window, heads, groups):
     window = {"S": size, "S - 1": max(1, size - 1), "S + 1": size + 1}.get(window, window)
     qkv = random_qkv(size, size, heads, groups)
-    assert_same(qkv, causal_attention(*qkv, window), naive_attention(*qkv, window), 2e-5)
+    assert_same(qkv, causal_attention(*qkv, window), naive_attention(*qkv, Weighting(window)), 2e-5)
 
 
 @pytest.mark.parametrize("size, window", [(1, 1), (40, None), (65, 2), (65, 64), (130, 65)])
@@ -73,7 +74,7 @@ def test_equals_query_by_query_float64(size, window, scale):
     qkv = random_qkv(size, size)
     expected = explicit_attention(*qkv, window, scale)
     assert_same(qkv, causal_attention(*qkv, window, scale), expected, 2e-5)
-    assert_same(qkv, naive_attention(*qkv, window, scale), expected, 2e-5)
+    assert_same(qkv, naive_attention(*qkv, Weighting(window, scale)), expected, 2e-5)
 
 
 @pytest.mark.parametrize("size, window", [(63, None), (65, 64), (257, 63)])
@@ -91,7 +92,7 @@ def test_fewer_queries_than_keys_are_the_last_positions(sq, sk, window):
     last = causal_attention(qkv[0][:, :, sk - sq :], qkv[1], qkv[2], window)
     torch.testing.assert_close(last, full[:, :, sk - sq :], atol=2e-6, rtol=1e-5)
     decode = random_qkv(sq, sk)
-    expected = naive_attention(*decode, window)
+    expected = naive_attention(*decode, Weighting(window))
     assert_same(decode, causal_attention(*decode, window), expected, 2e-5)
 
 
