@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.rerun_state_machine import (
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
     Call,
     Caller,
     RerunDataIterator,
@@ -25,7 +26,7 @@ from megatron.core.rerun_state_machine import (
 )
 from torch import Tensor
 
-from megatron_lengen.errors import Fault, require
+from megatron_lengen.errors import EXIT_FAULT, Fault, require
 from megatron_lengen.runtime import host
 
 if TYPE_CHECKING:
@@ -49,6 +50,20 @@ def not_finite_in(reports: list[Tensor], settings: Settings) -> list[tuple[int, 
     return [(rank, index) for rank, index in flags.nonzero().tolist()]
 
 
+class Stop(Fault):
+    """Why the loop ends a run that it could go on computing.
+
+    Args:
+        save: whether the state before the step at hand is to be saved.
+    """
+
+    def __init__(self, message: str, code: int = EXIT_FAULT, save: bool = False) -> None:
+        super().__init__(message, code)
+        self.save = save
+        # Only then does the checkpoint hold more than one of the same iteration (`rerun_state`).
+        self.save_again = save and code == EXIT_CODE_RESUME_TO_DISAMBIGUATE
+
+
 class SkipGuard:
     """Counts skipped steps in a row.
 
@@ -67,7 +82,7 @@ class SkipGuard:
             last_sample: the number of the last sample of its batch.
 
         Raises:
-            Fault: with the steps and samples, when there are too many.
+            Stop: with the steps and samples, when there are too many.
         """
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         limit = self._settings.training.max_skipped_steps
@@ -75,7 +90,7 @@ class SkipGuard:
             return
         batch = self._settings.training.global_batch_size or 0
         first = last_sample - self._in_a_row * batch + 1
-        raise Fault(
+        raise Stop(
             f"loss or gradient not finite in {limit} steps in a row (--max-skipped-steps), "
             f"iterations {iteration - limit + 1} to {iteration}, samples {first} to {last_sample}; "
             f"in the last of them {self._describe(last_sample - batch + 1, result)}; no update was "
@@ -98,18 +113,6 @@ class SkipGuard:
 # ---- reruns --------------------------------------------------------------------------------------
 
 
-class Verdict(Fault):
-    """What a rerun showed; ends the run.
-
-    Args:
-        save: whether the state before the step has to be saved.
-    """
-
-    def __init__(self, message: str, code: int, save: bool) -> None:
-        super().__init__(message, code)
-        self.save = save
-
-
 class Reruns:
     """Megatron-Core's rerun state machine around a step, or nothing.
 
@@ -129,7 +132,7 @@ class Reruns:
         """One turn for each time that forward and backward are to run on `data`.
 
         Raises:
-            Verdict: on every rank, after the last one, if a rerun was needed.
+            Stop: on every rank, after the last one, if a rerun was needed.
         """
         if self._machine is None:
             yield
@@ -139,7 +142,7 @@ class Reruns:
         state, iteration = self._machine.state, self._machine.current_iteration
         save, leave, code = self._machine.should_checkpoint_and_exit()
         if leave:
-            raise Verdict(f"iteration {iteration}: {_MEANING[state]}", code, save)
+            raise Stop(f"iteration {iteration}: {_MEANING[state]}", code, save)
 
     def check(self, loss: Tensor) -> None:
         """Look at a micro-batch's sum of losses during a forward pass of training."""
@@ -193,7 +196,8 @@ def rerun_state(mode: str) -> dict[str, Any] | None:
     own = None
     if machine.failed_validation_call is not None:
         (message, rank), sequence = machine.failed_validation_call
-        result, device = float(machine.initial_result), machine.suspicious_device
+        # As text, since ranks compare what they save and nan is not nan.
+        result, device = str(float(machine.initial_result)), machine.suspicious_device
         own = (message, rank, sequence, result, machine.suspicious_node, device)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
@@ -226,7 +230,7 @@ def restore_reruns(mode: str, iteration: int, state: dict[str, Any] | None) -> N
     if own is not None:
         message, rank, sequence, result, node, device = own
         machine.failed_validation_call = Call(Caller(message, rank), sequence)
-        machine.initial_result = torch.tensor(result)
+        machine.initial_result = torch.tensor(float(result))
         machine.suspicious_node, machine.suspicious_device = node, device
     machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
     machine.current_iteration = state["iteration"]

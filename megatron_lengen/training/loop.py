@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,12 +16,12 @@ from torch.utils.data import Dataset
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.data.datasets import build_datasets, micro_batches
-from megatron_lengen.errors import Fault, is_first_rank
+from megatron_lengen.errors import is_first_rank
 from megatron_lengen.runtime import distributed, host
 from megatron_lengen.runtime.watch import Watch
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.engine import Engine, MegatronEngine
-from megatron_lengen.training.guards import SkipGuard, Verdict, replayable
+from megatron_lengen.training.guards import SkipGuard, Stop, replayable
 from megatron_lengen.training.metrics import Reporter
 from megatron_lengen.training.saver import Saver
 from megatron_lengen.training.step import Data
@@ -58,54 +57,56 @@ class Trainer:
         self.saver = Saver(settings, self.engine, self.progress)
 
     def run(self) -> None:
-        """Train until --train-iters, a signal, or an exit condition."""
+        """Train until --train-iters, a signal, or another reason to leave.
+
+        Raises:
+            Stop: where steps fail in a row, or what a rerun shows ends the run.
+        """
+        self._announce()
+        reporter = Reporter(self.settings, dist.get_world_size(), self.progress)
+        stopped: Stop | None = None
+        try:
+            self._iterate(reporter)
+        except Stop as stop:
+            stopped = stop
+        if stopped is None or stopped.save:
+            self.saver.save(self.progress, again=stopped is not None and stopped.save_again)
+        self.saver.finish()
+        reporter.close()
+        if stopped is not None:
+            raise stopped
+
+    def _iterate(self, reporter: Reporter) -> None:
         training, progress = self.settings.training, self.progress
         batch = training.global_batch_size
         assert batch is not None
-        self._announce()
-        reporter = Reporter(self.settings, dist.get_world_size(), progress)
         leaving = _Leaving(training.exit_interval, training.exit_duration_in_mins)
-        skips, due = SkipGuard(self.settings), False
+        skips, save_due = SkipGuard(self.settings), False
         data = replayable(self._train_data(), training.rerun_mode)
         while progress.iteration < training.train_iters:
             if self.watch is not None:
                 self.watch.iteration = progress.iteration + 1
-            try:
-                result = self.engine.train(data, progress.consumed_samples)
-            except Verdict as verdict:
-                if verdict.save:
-                    self.saver.save(progress, again=True)
-                self._give_up(verdict, reporter)
+            result = self.engine.train(data, progress.consumed_samples)
             progress.iteration += 1
             progress.consumed_samples += batch
             progress.skipped += result.skipped
             reporter.step(progress, result)
-            try:
-                skips.note(progress.iteration, progress.consumed_samples - 1, result)
-            except Fault as fault:
-                self._give_up(fault, reporter)
+            skips.note(progress.iteration, progress.consumed_samples - 1, result)
             if self.valid_set is not None and self._time_to_validate():
                 loss = self.engine.evaluate(self._valid_data(), training.eval_iters)
                 reporter.validation(progress, loss)
                 reporter.restart_clock()
             stop = leaving.now(progress.iteration)
             self.saver.poll()
-            due |= bool(training.save_interval and progress.iteration % training.save_interval == 0)
-            # What makes steps fail may be in the weights: the newest checkpoint is of a good step.
-            if due and not result.skipped:
+            if training.save_interval and progress.iteration % training.save_interval == 0:
+                save_due = True
+            # Weights may be why steps fail: the newest checkpoint is one that a good step follows.
+            if save_due and not result.skipped:
                 self.saver.save(progress)
-                due = False
+                save_due = False
                 reporter.restart_clock()
             if stop:
-                break
-        self.saver.save(progress)
-        self.saver.finish()
-        reporter.close()
-
-    def _give_up(self, fault: Fault, reporter: Reporter) -> NoReturn:
-        self.saver.finish()
-        reporter.close()
-        raise fault
+                return
 
     def _time_to_validate(self) -> bool:
         iteration, interval = self.progress.iteration, self.settings.training.eval_interval

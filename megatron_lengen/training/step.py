@@ -69,7 +69,7 @@ class Stepper:
         """One optimizer step on samples first_sample .. first_sample + global batch - 1.
 
         Raises:
-            Verdict: where a rerun was asked for and needed (see guards.py).
+            Stop: where a rerun was asked for and needed (see guards.py).
         """
         reports: list[Tensor] = []
         for _ in self._reruns.attempts(data):

@@ -45,7 +45,7 @@ class Trouble:
             raise BadInput("--load: found a crack; allowed: none")
         if self.what == "sleep":
             time.sleep(1000)
-        if self.what == "nan":
+        if self.what == "nan" or (self.what == "nan once" and self.left == 0):
             return output * float("nan")
         return None
 
