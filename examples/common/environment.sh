@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the examples and the tests: `lengen_setup` leaves a Python that runs the project in
 # PYTHON, and the project on PYTHONPATH.
 #
@@ -66,7 +67,7 @@ _lengen_make() {
         echo "incomplete" >"$venv/.lengen"
         if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
             # Cut off while it was made, or its interpreter is gone.
-            [ ! -e "$venv/pyvenv.cfg" ] || rm -rf "$venv/bin" "$venv/lib" "$venv/lib64"
+            [ ! -e "$venv/pyvenv.cfg" ] || rm -rf "${venv:?}"/{bin,lib,lib64}
             "$python" -m venv "$venv" >&2 || exit 1
         fi
         # A package whose installation was cut off has no RECORD: pip must not take it for whole.

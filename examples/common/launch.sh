@@ -3,137 +3,128 @@
 #
 #     bash examples/common/launch.sh pretrain_gpt.py [its arguments...]
 #
-# On several machines the same line runs once on each: under `srun --ntasks-per-node=1`, in every
-# pod, or by hand. Where it runs is read from the environment; the first name found counts:
+# On several machines the same line runs once on each: under srun, in every pod, or by hand. All
+# else is read from the environment; of several names the first that is set counts. Complete
+# examples for every way: docs/launching.md.
 #   processes here   NPROC_PER_NODE, GPUS_PER_NODE, PET_NPROC_PER_NODE; else one for each GPU, or 1
-#   machines         NNODES, PET_NNODES, a pod's WORLD_SIZE, SLURM_JOB_NUM_NODES; else 1
+#   machines         NNODES, PET_NNODES, a pod's WORLD_SIZE, SLURM_STEP_NUM_NODES,
+#                    SLURM_JOB_NUM_NODES; else 1
 #   this machine     NODE_RANK, PET_NODE_RANK, a pod's RANK, JOB_COMPLETION_INDEX, SLURM_NODEID
-#   meeting point    MASTER_ADDR, PET_MASTER_ADDR, the first of SLURM_JOB_NODELIST;
-#                    MASTER_PORT, PET_MASTER_PORT, one made of SLURM_JOB_ID; else 29500
-# DRY_RUN=1 prints the command and runs nothing. LOG_DIR=FOLDER keeps the output of each process.
+#   meeting point    MASTER_ADDR, PET_MASTER_ADDR, the first of SLURM_STEP_NODELIST or
+#                    SLURM_JOB_NODELIST; MASTER_PORT, PET_MASTER_PORT, one made of SLURM_JOB_ID;
+#                    else 29500
+#   rendezvous       RDZV_ENDPOINT=HOST[:PORT], PET_RDZV_ENDPOINT: the machines need no number; its
+#                    name is RDZV_ID, PET_RDZV_ID, SLURM_JOB_ID; else "run"
+#   patience         RDZV_TIMEOUT: seconds that the machines have to meet (900)
+#   restarts         MAX_RESTARTS, PET_MAX_RESTARTS, or launch.sh --max-restarts N SCRIPT: how often
+#                    in a row, without a newer checkpoint, a failed run starts again (0)
+#   logs             LOG_DIR=FOLDER keeps the output of each process
+#   threads          OMP_NUM_THREADS; else the cores shared out among the processes
+# NCCL_*, GLOO_* and all other variables reach the processes as they are. DRY_RUN=1 prints the
+# command and runs nothing. Under srun with one task for each process (--ntasks-per-node=8) every
+# task is that process, without torchrun.
 #
-# The arguments are checked in one process before torchrun starts, which would turn the exit code 2
-# of bad input into 1. A signal goes to the training processes, which save and leave with 0.
+# Exit codes: 0 done, or saved after SIGTERM, SIGINT or SIGUSR1; 2 bad input, which the arguments are
+# checked for before anything starts; else the code of the process that failed first.
 set -uo pipefail
 
-fail() {
-    echo "error: $*" >&2
-    exit 2
+COMMON="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$COMMON/environment.sh"
+source "$COMMON/layout.sh"
+
+# Cores that this process may use.
+cores() {
+    nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1
 }
 
-# check_number NAME VALUE LOW HIGH
-check_number() {
-    [[ "$2" =~ ^(0|[1-9][0-9]{0,8})$ ]] && (($2 >= $3 && $2 <= $4)) ||
-        fail "$1: found ${2:-nothing}; allowed: $3 to $4"
-}
-
-count_gpus() {
-    local gpus
-    if command -v nvidia-smi >/dev/null; then
-        gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')"
-    else
-        gpus="$(find /dev -maxdepth 1 -name 'nvidia[0-9]*' 2>/dev/null | grep -c .)"
-    fi
-    if ((gpus > 0)) && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        gpus="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cvE '^ *(-1)?$')"
-    fi
-    echo $((gpus > 0 ? gpus : 1))
-}
-
-# First name of a compressed list such as node[07-12,15],other3. Containers often lack scontrol.
-first_host() {
-    if command -v scontrol >/dev/null; then
-        scontrol show hostnames "$1" | sed -n 1p
-    else
-        sed -E 's/^([^][,]*)(\[([0-9]*)[^]]*\])?([^][,]*).*/\1\3\4/' <<<"$1"
+# Sets command: one process, or srun's task as one of many.
+plain_command() {
+    command=("$PYTHON" "$script" "$@")
+    if one_task_a_process; then
+        [ "$restarts" = 0 ] || fail "MAX_RESTARTS: found $restarts with one task for each process;" \
+            "allowed: 0, or one task on each machine (--ntasks-per-node=1)"
+        [ "${NPROC_PER_NODE:-1}" = 1 ] || fail "srun: found $SLURM_STEP_NUM_TASKS tasks on" \
+            "$SLURM_STEP_NUM_NODES machines with NPROC_PER_NODE=$NPROC_PER_NODE; allowed: one" \
+            "task on each machine (--ntasks-per-node=1), or no NPROC_PER_NODE"
+        find_master
+        command=(env "RANK=$SLURM_PROCID" "WORLD_SIZE=$SLURM_STEP_NUM_TASKS"
+            "LOCAL_RANK=$SLURM_LOCALID" "MASTER_ADDR=$address" "MASTER_PORT=$port"
+            "OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+            "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}" "${command[@]}")
     fi
 }
 
-free_port() {
-    "$PYTHON" -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
-}
-
-# Sets processes (here), nodes, node (this one's rank), address, port and total (processes).
-find_layout() {
-    local pods="" pod=""
-    if [ -n "${RANK:-}" ] && [ -n "${WORLD_SIZE:-}" ]; then
-        pods="$WORLD_SIZE" pod="$RANK"
-    fi
-    processes="${NPROC_PER_NODE:-${GPUS_PER_NODE:-${PET_NPROC_PER_NODE:-$(count_gpus)}}}"
-    check_number NPROC_PER_NODE "$processes" 1 4096
-    nodes="${NNODES:-${PET_NNODES:-${pods:-${SLURM_JOB_NUM_NODES:-1}}}}"
-    check_number NNODES "$nodes" 1 65536
-    total=$((nodes * processes))
-    ((${SLURM_STEP_NUM_TASKS:-1} <= ${SLURM_STEP_NUM_NODES:-1})) ||
-        fail "srun: found $SLURM_STEP_NUM_TASKS tasks; allowed: one on each machine" \
-            "(--ntasks-per-node=1)"
-    node=0 address=127.0.0.1 port="${MASTER_PORT:-${PET_MASTER_PORT:-}}"
+# Sets command: torchrun with this machine's processes.
+torchrun_command() {
+    local cores settings=() flags=(--nnodes "$nodes" --nproc-per-node "$processes")
+    local id="${RDZV_ID:-${PET_RDZV_ID:-${SLURM_JOB_ID:-run}}}"
+    local meeting=(--rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-id "$id")
     if ((nodes == 1)); then
-        port="${port:-$(free_port)}"
+        flags+=("${meeting[@]}" --local-addr localhost)
+    elif [ -z "$node" ]; then
+        flags+=("${meeting[@]}" --rdzv-conf "join_timeout=$patience")
+    elif ((restarts > 0)); then
+        # Fixed numbers do not survive a machine that comes back.
+        flags+=("${meeting[@]}" --rdzv-conf "join_timeout=$patience,is_host=$((node == 0))")
     else
-        node="${NODE_RANK:-${PET_NODE_RANK:-${pod:-${JOB_COMPLETION_INDEX:-${SLURM_NODEID:-}}}}}"
-        check_number NODE_RANK "$node" 0 $((nodes - 1))
-        address="${MASTER_ADDR:-${PET_MASTER_ADDR:-}}"
-        [ -n "$address" ] || address="$(first_host "${SLURM_JOB_NODELIST:-}")"
-        [ -n "$address" ] || fail "MASTER_ADDR: not set; allowed: the first machine's name"
-        # Jobs that share a machine get ports of their own.
-        [ -n "$port" ] || [ -z "${SLURM_JOB_ID:-}" ] || port=$((20000 + SLURM_JOB_ID % 10000))
-        port="${port:-29500}"
+        flags+=(--node-rank "$node" --master-addr "$address" --master-port "$port"
+            --rdzv-conf "timeout=$patience")
     fi
-    check_number MASTER_PORT "$port" 1 65535
-}
-
-# Sends a signal to the training processes. torchrun itself would kill them after 30 seconds.
-forward() {
-    local workers=""
-    signalled=1
-    while [ -z "${workers// /}" ] && kill -0 "$torchrun" 2>/dev/null; do
-        workers="$(cat "/proc/$torchrun/task/"*/children 2>/dev/null || pgrep -P "$torchrun")"
-        [ -n "${workers// /}" ] || sleep 0.2
-    done
-    # shellcheck disable=SC2086
-    kill "-$1" $workers 2>/dev/null
-}
-
-# Runs torchrun in a process group of its own, so that a terminal's Ctrl-C comes here alone.
-run_torchrun() {
-    local code
-    set -m
-    "$@" &
-    torchrun=$!
-    trap 'forward TERM' TERM
-    trap 'forward INT' INT
-    while true; do
-        signalled=""
-        wait "$torchrun"
-        code=$?
-        [ -n "$signalled" ] || return "$code"
-    done
-}
-
-# Speaks on the first machine only; the resolved configuration is not shown.
-check_arguments() {
-    local said code
-    said="$(RANK=$((node * processes)) WORLD_SIZE="$total" \
-        "$PYTHON" "$script" "$@" --dry-run 2>&1 >/dev/null)"
-    code=$?
-    if ((code != 0)); then
-        [ -z "$said" ] || echo "$said" >&2
-        exit "$code"
-    fi
-}
-
-run_single() {
-    unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
+    ((restarts == 0)) || flags+=(--max-restarts "$restarts")
     if [ -n "${LOG_DIR:-}" ]; then
-        mkdir -p "$LOG_DIR" || fail "LOG_DIR: cannot write to $LOG_DIR"
-        exec > >(tee "$LOG_DIR/stdout.log") 2> >(tee "$LOG_DIR/stderr.log" >&2)
+        settings+=("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[rank \${rank}]: ")
+        ((nodes == 1)) || LOG_DIR+="/node-${node:-$(uname -n)}"
+        flags+=(--log-dir "$LOG_DIR" --tee 3)
     fi
-    exec "$@"
+    cores="$(cores)"
+    settings+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}")
+    # Megatron-Core overlaps tensor-parallel communication with this setting only.
+    settings+=("CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
+    command=(env "${settings[@]}" "$PYTHON" "$COMMON/torchrun.py" "${flags[@]}" "$script" "$@")
 }
 
+print_command() {
+    printf '%q' "${command[0]}"
+    printf ' %q' "${command[@]:1}"
+    echo
+}
+
+# Every machine checks for itself, since data may lie on its own disk; the resolved configuration
+# is not shown.
+check_arguments() {
+    local said code where=""
+    said="$(RANK=0 WORLD_SIZE="$total" "$PYTHON" "$script" "$@" --dry-run 2>&1 >/dev/null)"
+    code=$?
+    ((code != 0)) || return 0
+    [ "$node" = 0 ] || where=" (on $(uname -n))"
+    [ -z "$said" ] || echo "$said$where" >&2
+    exit "$code"
+}
+
+# Replaces this shell by the command. The file writers outlive a signal to the whole group, so that
+# the process can still speak while it saves.
+start() {
+    unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT "${!PET_@}"
+    if [ "${1:-}" != torchrun ] && [ -n "${LOG_DIR:-}" ]; then
+        ! one_task_a_process || LOG_DIR+="/rank-$SLURM_PROCID"
+        mkdir -p "$LOG_DIR" || fail "LOG_DIR: cannot write to $LOG_DIR"
+        exec > >(trap '' TERM INT USR1; exec tee "$LOG_DIR/stdout.log") \
+            2> >(trap '' TERM INT USR1; exec tee "$LOG_DIR/stderr.log" >&2)
+    fi
+    exec "${command[@]}"
+}
+
+case "${1:-}" in
+--max-restarts)
+    MAX_RESTARTS="${2:-}"
+    shift $(($# < 2 ? 1 : 2))
+    ;;
+--max-restarts=*)
+    MAX_RESTARTS="${1#*=}"
+    shift
+    ;;
+esac
 (($# > 0)) || fail "launch.sh: no script given; use: launch.sh SCRIPT [ARGUMENTS...]"
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 script="$1"
 shift
 [ -f "$script" ] || [ ! -f "$LENGEN_ROOT/$script" ] || script="$LENGEN_ROOT/$script"
@@ -149,36 +140,24 @@ if [ -n "${RANK:-}" ] && [ -n "${WORLD_SIZE:-}" ] && [ -n "${LOCAL_RANK:-}" ]; t
 fi
 
 find_layout
-command=("$PYTHON")
-if ((total > 1)); then
-    command+=(-m torch.distributed.run --nnodes "$nodes" --node-rank "$node"
-        --nproc-per-node "$processes" --master-addr "$address" --master-port "$port")
-    [ -z "${LOG_DIR:-}" ] || command+=(--log-dir "$LOG_DIR" --tee 3)
-fi
-command+=("$script" "$@")
+kind=plain
+one_task_a_process || ((total == 1 && restarts == 0)) || kind=torchrun
+"${kind}_command" "$@"
 if [ "${DRY_RUN:-0}" = 1 ]; then
-    printf '%q' "${command[0]}"
-    printf ' %q' "${command[@]:1}"
-    echo
+    print_command
     exit 0
 fi
-
-((total > 1)) || run_single "${command[@]}"
-for argument in "$@"; do
-    case "$argument" in
-    -h | --help | --dry-run)
-        RANK=$((node * processes)) WORLD_SIZE="$total" exec "$PYTHON" "$script" "$@"
-        ;;
-    esac
-done
-check_arguments "$@"
-if ((nodes > 1)) && [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
-    echo "note: not started by srun: waiting for the other machines" >&2
+if [ "$kind" = torchrun ]; then
+    for argument in "$@"; do
+        case "$argument" in
+        -h | --help | --dry-run)
+            RANK=$((${node:-0} * processes)) WORLD_SIZE="$total" exec "$PYTHON" "$script" "$@"
+            ;;
+        esac
+    done
+    check_arguments "$@"
+    if ((nodes > 1)) && [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
+        echo "note: not started by srun: waiting for the other machines" >&2
+    fi
 fi
-
-cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
-# Megatron-Core overlaps tensor-parallel communication with this setting only.
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-unset RANK WORLD_SIZE
-run_torchrun "${command[@]}"
+start "$kind"

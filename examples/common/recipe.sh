@@ -1,9 +1,11 @@
+# shellcheck shell=bash
 # Sourced by the recipes: small steps that are skipped where their result is there already, so that
 # an interrupted recipe, started again, goes on where it was.
 #   DRY_RUN=1   print the commands and run nothing
 
 COMMON_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$COMMON_DIR/environment.sh"
+source "$COMMON_DIR/layout.sh"
 
 # headline TEXT: what comes next, with the time since the recipe started.
 headline() {
@@ -30,8 +32,25 @@ train() {
         printf ' %q' "$@"
         printf '\n'
     else
-        bash "$COMMON_DIR/launch.sh" "$LENGEN_ROOT/pretrain_gpt.py" "$@"
+        bash "$COMMON_DIR/launch.sh" "$LENGEN_ROOT/pretrain_gpt.py" "$@" &
+        finish $!
     fi
+}
+
+# finish PID: wait for a run. A signal lets it save, and ends the recipe instead of going on.
+finish() {
+    local run="$1" code=0 interrupted stopped=""
+    trap 'interrupted=1; kill -TERM "$run" 2>/dev/null' TERM INT USR1
+    while true; do
+        interrupted=""
+        wait "$run" && code=0 || code=$?
+        [ -n "$interrupted" ] || break
+        stopped=1
+    done
+    trap - TERM INT USR1
+    [ -n "$stopped" ] || return "$code"
+    echo "stopped by a signal; started again, this recipe goes on here" >&2
+    exit "$code"
 }
 
 # has_checkpoint FOLDER: whether a run can continue there.
@@ -44,11 +63,13 @@ is_finished() {
     [ "$(cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null)" = "$2" ]
 }
 
-# main_node: whether this node does what is done once (data, conversion, evaluation).
+# main_node: whether this is where things are done that are done once (data, conversion,
+# evaluation).
 main_node() {
-    local pod=""
-    [ -z "${WORLD_SIZE:-}" ] || pod="${RANK:-}"
-    [ "${NODE_RANK:-${PET_NODE_RANK:-${pod:-${JOB_COMPLETION_INDEX:-${SLURM_NODEID:-0}}}}}" = 0 ]
+    local node
+    node="$(node_rank)"
+    if one_task_a_process; then node="$SLURM_PROCID"; fi
+    [ "${node:-0}" = 0 ]
 }
 
 # fast_bf16: whether this machine multiplies bf16 matrices much faster than fp32 ones.
