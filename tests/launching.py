@@ -27,7 +27,7 @@ if "--dry-run" in sys.argv:
 starts = Path(f"starts{rank or 0}")
 with starts.open("a") as file:
     file.write(".")
-start = starts.stat().st_size
+start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
 if "--wait" in sys.argv or "--wait-without-saving" in sys.argv:
     def leave(*_):
         Path(f"stopped{rank or 0}").touch()
