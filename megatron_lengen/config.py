@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_lengen.attention_checks import check_attention
 from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.config_checks import check, parse_layers, per_layer
 from megatron_lengen.errors import BadInput, require
@@ -40,6 +41,25 @@ ARCHITECTURE_FIELDS = (
     "position_embedding_type",
     "rotary_base",
     "rotary_percent",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "nape_alibi_heads",
+    "alibi_slopes",
+    "attention_function",
+    "entmax_alpha",
+    "query_scaling",
+    "query_scaling_scope",
+    "query_scaling_coef_bound",
+    "query_scaling_pow_bound",
+    "query_scaling_coef_activation",
+    "query_scaling_coef_shift",
+    "query_scaling_log_base",
+    "query_scaling_proj_bias",
+    "query_scaling_weight_scale",
     "untie_embeddings_and_output_weights",
     "sliding_window",
     "window_attn_skip_freq",
@@ -60,6 +80,9 @@ METHOD_FIELDS = (
     "dropout_keep_final_norm",
     "dropout_detach_alpha",
     "dropout_detach_beta",
+    "attention_dropout",
+    "attention_dropout_layers",
+    "document_boundaries",
 )
 
 
@@ -78,7 +101,10 @@ class LengenConfig(TransformerConfig):
     """Kept at 0: dropout on the sublayer outputs is `--dropout-variant pre_norm` here."""
 
     attention_dropout: float = 0.0
-    """Kept at 0: dropout on attention probabilities is not available."""
+    """Probability of dropping an attention weight; masks are functions of their coordinates."""
+
+    attention_dropout_layers: str | None = None
+    """Zero-based layers that get attention dropout, as in 0,3,7-11 (default: all)."""
 
     transformer_impl: str = "auto"
     """Layers: `local` (PyTorch), `transformer_engine`, or `auto` (the latter where it works)."""
@@ -105,13 +131,83 @@ class LengenConfig(TransformerConfig):
     """Longest position the model is declared for (defaults to the sequence length)."""
 
     position_embedding_type: str = "rope"
-    """Position encoding: `rope` (rotary, half-split) or `none`."""
+    """Position encoding: `rope` (rotary, half-split), `yarn` (rotary, stretched), `nape` (ALiBi on
+    some heads, nothing on the others) or `none`."""
 
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (Hugging Face's rope_theta)."""
 
     rotary_percent: float = 1.0
     """Share of each head's channels that rotate."""
+
+    rotary_scaling_factor: float = 1.0
+    """YaRN: how many times longer than --original-max-position-embeddings rows may be."""
+
+    original_max_position_embeddings: int | None = None
+    """YaRN: positions before stretching (default: --max-position-embeddings)."""
+
+    beta_fast: float = 32.0
+    """YaRN: rotations within the original positions above which a channel is left alone."""
+
+    beta_slow: float = 1.0
+    """YaRN: rotations below which a channel is stretched by the whole factor."""
+
+    mscale: float | None = None
+    """YaRN: numerator of the factor on cosines and sines, with --mscale-all-dim its denominator
+    (default: 0.1 ln(factor) + 1)."""
+
+    mscale_all_dim: float | None = None
+    """YaRN: see --mscale."""
+
+    nape_alibi_heads: int | None = None
+    """NAPE: heads with ALiBi's bias, the first ones (default: half of the heads, rounded down)."""
+
+    alibi_slopes: str = "inverse"
+    """NAPE: slopes of the A heads with ALiBi's bias: `inverse` 1/i; `power` 2^(-8i/A); `relu`
+    1 - (i-1)/A; `alibi` as published, also for A that is no power of two."""
+
+    attention_function: str = "softmax"
+    """What turns scores into weights: `softmax` or `entmax`, which gives exact zeros."""
+
+    entmax_alpha: float = 1.5
+    """Alpha of entmax: above 1, where it comes close to softmax, up to 2 (sparsemax)."""
+
+    query_scaling: str = "none"
+    """Factor of the queries: `none`; `learned` 1 + coef(x) log(p + 2)^pow(x) by head; `log`
+    ln(p + 1); `ssmax` s ln(p + 1) with a learned s of each head."""
+
+    query_scaling_scope: str = "all"
+    """What is scaled: `all`, or only heads without positions: `nope` (layers without rotary
+    positions; of NAPE the heads without ALiBi's bias)."""
+
+    query_scaling_coef_bound: float = 1.0
+    """Learned scaling: factor of the coefficient's activation."""
+
+    query_scaling_pow_bound: float = 2.0
+    """Learned scaling: pow is this times tanh(z)."""
+
+    query_scaling_coef_activation: str = "sigmoid"
+    """Learned scaling: `sigmoid` coef = bound sigmoid(z), or `softplus_shifted` coef = bound
+    softplus(z - shift)."""
+
+    query_scaling_coef_shift: float = 8.0
+    """Learned scaling: shift of softplus_shifted."""
+
+    query_scaling_log_base: float = 2.0
+    """Learned scaling: base of log(p + 2)."""
+
+    query_scaling_proj_bias: bool = True
+    """Learned scaling: give both projections a bias."""
+
+    query_scaling_identity_init: bool = True
+    """Learned scaling: start within 1e-3 of no scaling; otherwise draw the projections like any."""
+
+    query_scaling_weight_scale: float = 1.0
+    """Learned scaling: factor of the projections' products W x."""
+
+    document_boundaries: str = "ignore"
+    """What attention does at the end of a document in a row: `ignore`, or `mask`: nothing crosses
+    it and positions restart."""
 
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer weights of its own instead of the embedding's."""
@@ -152,6 +248,7 @@ class LengenConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         check(self)
+        check_attention(self)
         if self.transformer_impl == "auto":
             usable = torch.cuda.is_available() and have_transformer_engine()
             self.transformer_impl = "transformer_engine" if usable else "local"
@@ -162,12 +259,24 @@ class LengenConfig(TransformerConfig):
         # which parameters are sharded, which it does only where it initializes.
         self.init_method = self.output_layer_init_method = _leave_weights
         self.embedding_init_method = _leave_weights
+        if self.position_embedding_type == "yarn":
+            self._set_yarn()
         try:
             super().__post_init__()
         except (ValueError, AssertionError) as error:
             raise BadInput(" ".join(str(error).split())) from error
         if not self.max_position_embeddings:
             self.max_position_embeddings = self.seq_length
+
+    def _set_yarn(self) -> None:
+        """Megatron-Core reads YaRN's settings from attributes that its dataclass does not have."""
+        if self.original_max_position_embeddings is None:
+            self.original_max_position_embeddings = self.max_position_embeddings or self.seq_length
+        self.yarn_rotary_scaling_factor = self.rotary_scaling_factor
+        self.yarn_original_max_position_embeddings = self.original_max_position_embeddings
+        self.yarn_beta_fast, self.yarn_beta_slow = self.beta_fast, self.beta_slow
+        self.yarn_mscale, self.yarn_mscale_all_dim = self.mscale, self.mscale_all_dim
+        self.yarn_correction_range_round_to_int = True
 
     # ---- what others ask ---------------------------------------------------------------------
 
@@ -195,7 +304,7 @@ class LengenConfig(TransformerConfig):
     def layer_pattern(self) -> list[LayerKind]:
         """Rotary and window, layer by layer: the one truth that modules and converters use."""
         skips = per_layer(self.no_rope_freq, self.num_layers)
-        rope = self.position_embedding_type != "none"
+        rope = self.position_embedding_type in ("rope", "yarn")
         return [
             LayerKind(
                 rope=rope and not skips[i],
@@ -208,9 +317,18 @@ class LengenConfig(TransformerConfig):
 
     def dropout_layer_set(self) -> frozenset[int]:
         """Zero-based numbers of the layers that get dropout."""
-        if self.dropout_layers is None:
+        return self._layer_set(self.dropout_layers, "--dropout-layers")
+
+    def attention_dropout_layer_set(self) -> frozenset[int]:
+        """Zero-based numbers of the layers whose attention weights are dropped."""
+        if self.attention_dropout == 0:
+            return frozenset()
+        return self._layer_set(self.attention_dropout_layers, "--attention-dropout-layers")
+
+    def _layer_set(self, text: str | None, flag: str) -> frozenset[int]:
+        if text is None:
             return frozenset(range(self.num_layers))
-        return parse_layers(self.dropout_layers, self.num_layers)
+        return parse_layers(text, self.num_layers, flag)
 
     def architecture(self) -> dict[str, Any]:
         """The fields that define the model, as plain JSON values."""

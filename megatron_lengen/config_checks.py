@@ -98,10 +98,6 @@ def _check_shapes(config: LengenConfig) -> None:
             f"--max-position-embeddings: found {config.max_position_embeddings}; allowed: "
             f"--seq-length ({config.seq_length}) or more"
         )
-    require(
-        config.position_embedding_type in ("rope", "none"),
-        f"--position-embedding-type: found {config.position_embedding_type}; allowed: rope, none",
-    )
     _check_numbers(config)
 
 
@@ -136,7 +132,8 @@ def _check_numbers(config: LengenConfig) -> None:
     channels = config.kv_channels or config.hidden_size // config.num_attention_heads
     rotated = int(channels * config.rotary_percent)
     require(
-        config.position_embedding_type != "rope" or (rotated > 0 and rotated % 2 == 0),
+        config.position_embedding_type not in ("rope", "yarn")
+        or (rotated > 0 and rotated % 2 == 0),
         f"--kv-channels: found {channels} per head, {rotated} of them rotary; "
         "allowed: an even number of rotary channels",
     )
@@ -196,10 +193,7 @@ def _check_dropout(config: LengenConfig) -> None:
         f"--dropout-variant: found {config.dropout_variant}; allowed: {', '.join(names)}",
     )
     rate = config.dropout_rate
-    require(
-        rate == 0 or (0 < rate < 1 and 1 <= round(STEPS * rate) < STEPS),
-        f"--dropout-rate: found {rate}; allowed: 0, or {1 / STEPS:.2g} up to below 1",
-    )
+    check_rate("--dropout-rate", rate)
     require(
         rate == 0 or config.dropout_variant != "none",
         f"--dropout-rate: found {rate} without --dropout-variant; "
@@ -229,10 +223,6 @@ def _check_dropout(config: LengenConfig) -> None:
         config.hidden_dropout == 0,
         f"--hidden-dropout: found {config.hidden_dropout}; allowed: 0; dropout before the "
         "residual addition is --dropout-variant pre_norm --dropout-rate P",
-    )
-    require(
-        config.attention_dropout == 0,
-        f"--attention-dropout: found {config.attention_dropout}; allowed: 0",
     )
 
 
@@ -274,6 +264,14 @@ def _check_unsupported(config: LengenConfig) -> None:
     )
 
 
+def check_rate(flag: str, rate: float) -> None:
+    """A probability of dropping that masks can have."""
+    require(
+        rate == 0 or (0 < rate < 1 and 1 <= round(STEPS * rate) < STEPS),
+        f"{flag}: found {rate}; allowed: 0, or {1 / STEPS:.2g} up to below 1",
+    )
+
+
 def _divides(name: str, value: int, by_name: str, by: int) -> None:
     require(value % by == 0, f"{name}: found {value}; allowed: multiples of {by_name} ({by})")
 
@@ -298,7 +296,7 @@ def per_layer(value: int | list[int] | None, layers: int) -> list[int]:
     return list(value)
 
 
-def parse_layers(text: str, num_layers: int) -> frozenset[int]:
+def parse_layers(text: str, num_layers: int, flag: str = "--dropout-layers") -> frozenset[int]:
     """Layer numbers from `0,3,7-11` (zero-based, ranges include both ends).
 
     Raises:
@@ -308,11 +306,11 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if not match:
-            raise BadInput(f"--dropout-layers: found {part!r}; allowed: numbers as in 0,3,7-11")
+            raise BadInput(f"{flag}: found {part!r}; allowed: numbers as in 0,3,7-11")
         first, last = int(match[1]), int(match[2] or match[1])
         require(
             first <= last < num_layers,
-            f"--dropout-layers: found {part}; allowed: layers 0 to {num_layers - 1}",
+            f"{flag}: found {part}; allowed: layers 0 to {num_layers - 1}",
         )
         layers.update(range(first, last + 1))
     return frozenset(layers)

@@ -148,20 +148,32 @@ def build_datasets(
     return train, valid
 
 
-class _NumberedRows(Dataset):
-    """Rows that carry their sample numbers."""
+def document_numbers(tokens: Tensor, eod: int) -> Tensor:
+    """Which document of its row each token belongs to: [..., s] int64, from 0.
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    An end-of-document token is the last of its document.
+    """
+    ends = (tokens == eod).long()
+    return ends.cumsum(-1) - ends
+
+
+class _NumberedRows(Dataset):
+    """Rows that carry their sample numbers, and their documents where `eod` is given."""
+
+    def __init__(self, dataset: Dataset, eod: int | None) -> None:
+        self.dataset, self.eod = dataset, eod
 
     def __getitem__(self, sample: int) -> Batch:
         row = self.dataset[sample]
-        return {
+        numbered = {
             "tokens": row["tokens"],
             "labels": row["labels"],
             "loss_mask": row["loss_mask"],
             "samples": torch.tensor(sample, dtype=torch.int64),
         }
+        if self.eod is not None:
+            numbered["documents"] = document_numbers(row["tokens"], self.eod)
+        return numbered
 
 
 class _RankRows:
@@ -186,19 +198,22 @@ def micro_batches(
     rank: int,
     ranks: int,
     workers: int = 0,
+    eod: int | None = None,
 ) -> Iterator[Batch]:
     """A rank's micro-batches of samples start .. end - 1.
 
     Args:
         rank, ranks: data-parallel rank and size.
         workers: loading processes.
+        eod: the end-of-document token, where batches shall carry their documents.
 
     Yields:
-        tokens, labels [b, s] int64; loss_mask [b, s] fp32; samples [b] int64.
+        tokens, labels [b, s] int64; loss_mask [b, s] fp32; samples [b] int64; with `eod` documents
+        [b, s] int64 (see `document_numbers`).
     """
     rows = _RankRows(start, end, micro_batch, rank, ranks)
     loader = DataLoader(
-        _NumberedRows(dataset),
+        _NumberedRows(dataset, eod),
         batch_sampler=rows,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),

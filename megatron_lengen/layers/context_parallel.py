@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_lengen.ops.attention import causal_attention
+from megatron_lengen.ops.attention import attention
+from megatron_lengen.ops.weighting import Weighting
 
 
 def chunks_of_rank(rank: int, ranks: int) -> tuple[int, int]:
@@ -43,10 +44,8 @@ def tokens_of_rank(rows: Tensor) -> Tensor:
     return rows.unflatten(1, (2 * ranks, -1))[:, mine].flatten(1, 2)
 
 
-def attend_across_ranks(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None
-) -> Tensor:
-    """Causal attention of this rank's queries to the keys of the whole row.
+def attend_across_ranks(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
+    """Attention of this rank's queries to the keys of the whole row.
 
     Keys and values are gathered (their gradients summed back); queries stay. With grouped heads
     they are a fraction of the queries, and recomputing core attention frees them until backward.
@@ -54,26 +53,25 @@ def attend_across_ranks(
     Args:
         q: [s / CP, b, heads, d].
         k, v: [s / CP, b, groups, d].
-        window, scale: as in `ops.attention.causal_attention`.
+        weighting: documents are those of the whole row.
 
     Returns:
         [s / CP, b, heads, d].
     """
     keys, values = (x.permute(1, 2, 0, 3) for x in _gather_row(k, v))
     chunk = q.shape[0] // 2
+    mine = chunks_of_rank(
+        parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    )
     outputs = []
-    for part, index in zip(
-        q.permute(1, 2, 0, 3).chunk(2, dim=2),
-        chunks_of_rank(
-            parallel_state.get_context_parallel_rank(),
-            parallel_state.get_context_parallel_world_size(),
-        ),
-        strict=True,
-    ):
-        end = (index + 1) * chunk
-        first = 0 if window is None else max(0, end - chunk - window + 1)
-        seen = slice(first, end)
-        outputs.append(causal_attention(part, keys[:, :, seen], values[:, :, seen], window, scale))
+    for part, index in zip(q.permute(1, 2, 0, 3).chunk(2, dim=2), mine, strict=True):
+        last, first = (index + 1) * chunk, 0
+        if weighting.window is not None:
+            first = max(0, last - chunk - weighting.window + 1)
+        seen = slice(first, last)
+        outputs.append(
+            attention(part, keys[:, :, seen], values[:, :, seen], weighting.of_keys(first, last))
+        )
     return torch.cat(outputs, dim=2).permute(2, 0, 1, 3)
 
 

@@ -1,9 +1,9 @@
-"""Which rows of the run the micro-batch at hand holds.
+"""Which rows of the run the micro-batch at hand holds, and where their documents end.
 
-The sample numbers sit as a named tensor among the states of Megatron's RNG tracker. Megatron's
-activation recomputation saves and restores those states around the recomputed forward, so a
-recomputed layer finds the numbers of its own micro-batch, even when other micro-batches have run
-in between (1F1B).
+Sample numbers and documents sit as named tensors among the states of Megatron's RNG tracker.
+Megatron's activation recomputation saves and restores those states around the recomputed forward,
+so a recomputed layer finds the numbers of its own micro-batch, even when other micro-batches have
+run in between (1F1B).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from megatron_lengen.layers.context_parallel import positions_of_rank
+from megatron_lengen.layers.context_parallel import positions_of_rank, tokens_of_rank
 from megatron_lengen.runtime import host
 
-_STATE = "lengen-samples"
+_SAMPLES, _DOCUMENTS = "lengen-samples", "lengen-documents"
 
 
 def set_samples(samples: Tensor | Sequence[int]) -> None:
@@ -27,10 +28,23 @@ def set_samples(samples: Tensor | Sequence[int]) -> None:
     Args:
         samples: [b], number of each row in training order over the whole run.
     """
-    tracker = get_cuda_rng_tracker()
-    states = tracker.get_states()
-    states[_STATE] = torch.as_tensor(samples, dtype=torch.int64, device=host.device())
-    tracker.set_states(states)
+    _set(_SAMPLES, torch.as_tensor(samples, dtype=torch.int64, device=host.device()))
+
+
+def set_documents(documents: Tensor | None) -> None:
+    """Announce where documents end in the rows of the next forward.
+
+    Args:
+        documents: [b, s] int64, number of each token's document in its row, never falling, over
+            the whole row also under context and sequence parallelism; in cached decoding over all
+            keys so far. None: no boundaries.
+    """
+    _set(_DOCUMENTS, documents)
+
+
+def current_documents() -> Tensor | None:
+    """[b, s] int64, as announced by `set_documents`, or None."""
+    return get_cuda_rng_tracker().get_states().get(_DOCUMENTS)
 
 
 def current_samples() -> Tensor:
@@ -39,7 +53,7 @@ def current_samples() -> Tensor:
     Raises:
         RuntimeError: if no rows were announced.
     """
-    samples = get_cuda_rng_tracker().get_states().get(_STATE)
+    samples = get_cuda_rng_tracker().get_states().get(_SAMPLES)
     if samples is None:
         raise RuntimeError(
             "dropout needs the sample numbers of the batch: call "
@@ -61,3 +75,28 @@ def local_positions(length: int, sequence_sharded: bool) -> Tensor:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     part = parallel_state.get_tensor_model_parallel_rank()
     return positions_of_rank(length * ranks)[part * length : (part + 1) * length]
+
+
+def query_positions(length: int) -> Tensor:
+    """Positions of a rank's queries, 0 at the start of each document: [length, b or 1] int64.
+
+    Args:
+        length: tokens on this rank, before sequence parallelism divides them. With documents and
+            without context parallelism, the last `length` tokens of the row.
+    """
+    documents = current_documents()
+    if documents is None:
+        return positions_of_rank(length)[:, None]
+    positions = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    starts = torch.where(begins, positions, 0).cummax(dim=1).values
+    return tokens_of_rank(positions - starts)[:, -length:].T
+
+
+def _set(name: str, value: Tensor | None) -> None:
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    states.pop(name, None)
+    if value is not None:
+        states[name] = value
+    tracker.set_states(states)

@@ -22,6 +22,7 @@ class Site(IntEnum):
     FINAL_NORM = 2
     ATTENTION_OUTPUT = 3
     MLP_OUTPUT = 4
+    ATTENTION_WEIGHTS = 5
     Q = 8
     K = 9
     V = 10

@@ -40,7 +40,10 @@ def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> GPTModel:
         post_process=last,
         parallel_output=True,
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
-        position_embedding_type=config.position_embedding_type,
+        # NAPE is a bias of the core attention; nothing is added to embeddings or rotated.
+        position_embedding_type=(
+            "none" if config.position_embedding_type == "nape" else config.position_embedding_type
+        ),
         rotary_percent=config.rotary_percent,
         rotary_base=config.rotary_base,
         vp_stage=vp_stage,

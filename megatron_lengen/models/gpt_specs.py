@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
+    get_transformer_layer_offset,
 )
 
 from megatron_lengen.compat import have_transformer_engine
@@ -36,6 +37,7 @@ from megatron_lengen.layers.attention import CausalAttention
 from megatron_lengen.layers.dropout import ResidualAdd
 from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedGateUp, MaskedQKV, MaskedRows, MaskedUp
+from megatron_lengen.layers.query_scaling import ScaledSelfAttention, scaled_heads
 from megatron_lengen.ops.variants import get_variant
 
 KEYS_OF_FUSED_LAYERS = {
@@ -44,8 +46,8 @@ KEYS_OF_FUSED_LAYERS = {
 }
 
 
-def gpt_layer_spec(config: LengenConfig) -> ModuleSpec:
-    """One decoder layer for `config`'s backend and dropout placement.
+def gpt_layer_spec(config: LengenConfig, layer: int) -> ModuleSpec:
+    """A decoder layer for `config`'s backend and dropout placement, by zero-based number.
 
     Raises:
         BadInput: for the `te` backend without Transformer Engine.
@@ -54,7 +56,9 @@ def gpt_layer_spec(config: LengenConfig) -> ModuleSpec:
     backend = _te_backend() if te else LocalSpecProvider()
     masked_projections = bool(config.dropout_on and config.dropout_letters)
     between = config.dropout_on and (get_variant(config.dropout_variant).placement == "after_norm")
-    norm_in_linear = te and not between
+    scaled = any(scaled_heads(config, layer))
+    # Scaling reads what the projections read, which only a norm of its own shows.
+    norm_in_linear = te and not between and not scaled
     norm: type = IdentityOp if norm_in_linear else DropoutRMSNorm
     columns = (
         backend.column_parallel_layer_norm_linear()
@@ -67,7 +71,7 @@ def gpt_layer_spec(config: LengenConfig) -> ModuleSpec:
         qkv, rows = MaskedQKV, MaskedRows
         fc1 = MaskedGateUp if config.gated_linear_unit else MaskedUp
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=ScaledSelfAttention if scaled else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=qkv,
@@ -93,9 +97,11 @@ def gpt_layer_spec(config: LengenConfig) -> ModuleSpec:
 
 def gpt_block_spec(config: LengenConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (or virtual chunk) and the final norm."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[gpt_layer_spec(config)] * layers, layer_norm=DropoutRMSNorm
+        layer_specs=[gpt_layer_spec(config, first + i) for i in range(layers)],
+        layer_norm=DropoutRMSNorm,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -22,9 +23,9 @@ from megatron_lengen.ops.variants import get_variant
 
 def assign_sites(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite]:
     """Set the dropout sites of a model chunk; returns them by global module name."""
+    assigned = _assign_to_attention(model, config)
     if not config.dropout_on:
-        return {}
-    assigned: dict[str, DropoutSite] = {}
+        return assigned
     layers = config.dropout_layer_set()
     for layer in model.decoder.layers:
         number = layer.layer_number - 1
@@ -41,6 +42,20 @@ def assign_sites(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite
             assigned[name] = _set(
                 final, None, _site(config, config.num_layers, Site.FINAL_NORM, final)
             )
+    return assigned
+
+
+def _assign_to_attention(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite]:
+    """Dropout of attention weights (`--attention-dropout`)."""
+    assigned: dict[str, DropoutSite] = {}
+    layers = config.attention_dropout_layer_set()
+    for layer in model.decoder.layers:
+        number = layer.layer_number - 1
+        if number in layers:
+            module = layer.self_attention.core_attention
+            site = _site(config, number, Site.ATTENTION_WEIGHTS, module)
+            name = f"decoder.layers.{number}.self_attention.core_attention"
+            assigned[name] = _set(module, None, replace(site, rate=config.attention_dropout))
     return assigned
 
 

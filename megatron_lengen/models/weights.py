@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
+from megatron_lengen.layers import query_scaling
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -89,6 +90,10 @@ def _full_shape(name: str, parameter: nn.Parameter, config: LengenConfig) -> lis
 
 
 def _draw(name: str, shape: list[int], config: LengenConfig) -> Tensor:
+    if ".query_scaling." in name:
+        value = query_scaling.initial_value(name, config)
+        if value is not None:
+            return torch.full(shape, value)
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:

@@ -9,9 +9,11 @@ alike it is a straight line and one step is enough. Nothing is sorted.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 _MAX_STEPS = 50  # five are usual
 
@@ -38,7 +40,7 @@ def entmax(scores: Tensor, alpha: float = 1.5) -> Tensor:
 
 class _Entmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, scores: Tensor, alpha: float) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, alpha: float) -> Tensor:
         weights = entmax_weights(scores, alpha)
         ctx.save_for_backward(weights)
         ctx.alpha, ctx.dtype = alpha, scores.dtype
@@ -46,7 +48,7 @@ class _Entmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (weights,) = ctx.saved_tensors
         return entmax_score_grads(weights, grad.to(weights.dtype), ctx.alpha).to(ctx.dtype), None
 

@@ -144,6 +144,7 @@ class _Tile:
 
     def weigh_again(self, scores: Tensor) -> Tensor:
         """The weights of `weigh`, from what it kept."""
+        assert self.largest is not None and self.second is not None
         scores -= self.largest
         if self.weighting.alpha == 1:
             return scores.exp_().div_(self.second)

@@ -15,7 +15,7 @@ serve training (sq == sk), parts of rows and cached decoding (sq < sk).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -109,6 +109,15 @@ class Weighting:
         """Whether this is softmax over a causal window and nothing else."""
         extras = (self.slopes, self.documents, self.dropout)
         return self.alpha == 1 and all(extra is None for extra in extras)
+
+    def of_keys(self, first: int, last: int) -> Weighting:
+        """The same for keys first .. last - 1 of those at hand."""
+        documents, dropout = self.documents, self.dropout
+        if documents is not None:
+            documents = documents[:, first:last]
+        if dropout is not None:
+            dropout = replace(dropout, first_key=dropout.first_key + first)
+        return replace(self, documents=documents, dropout=dropout)
 
     def scale_for(self, q: Tensor) -> float:
         """The factor of <q, k>."""

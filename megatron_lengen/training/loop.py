@@ -149,7 +149,8 @@ class Trainer:
         return self._per_chunk(self.valid_set, 0, end)
 
     def _per_chunk(self, dataset: Dataset, start: int, end: int) -> Data:
-        """One iterator for each chunk that embeds tokens or computes the loss."""
+        """One iterator for each chunk that embeds tokens, computes the loss or masks documents."""
+        masked = self.settings.model.document_boundaries == "mask"
         iterators = [
             micro_batches(
                 dataset,
@@ -159,8 +160,9 @@ class Trainer:
                 parallel_state.get_data_parallel_rank(),
                 parallel_state.get_data_parallel_world_size(),
                 self.settings.training.num_workers,
+                self.settings.tokenizer.eod if masked else None,
             )
-            if inner.pre_process or inner.post_process
+            if masked or inner.pre_process or inner.post_process
             else None
             for inner in unwrap_model(self.engine.chunks)
         ]

@@ -1,8 +1,8 @@
 """Megatron-Core's optimizer and schedule, set up for this package.
 
-Weight decay touches no norm gain and no bias. Embeddings decay, as in Megatron and the Hugging
-Face Trainer; `--no-decay-embeddings` exempts them (as SmolLM3's own pre-training did) and
-`--decay-all` decays everything (as torchtitan does).
+Weight decay touches no norm gain, no bias and no query scaling. Embeddings decay, as in Megatron
+and the Hugging Face Trainer; `--no-decay-embeddings` exempts them (as SmolLM3's own pre-training
+did) and `--decay-all` decays everything (as torchtitan does).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _SCHEDULE_FLAGS = {
     "lr_wsd_decay_style": "--lr-wsd-decay-style",
     "end_wd": "--weight-decay",
 }
+SCALING_PARAMETERS = "*.query_scaling.*"
 EMBEDDING_TABLES = ("*embedding.word_embeddings.weight", "*output_layer.weight")
 
 
@@ -72,6 +73,7 @@ def _weight_decay_overrides(settings: Settings) -> dict[ParamKey, ParamGroupOver
     if settings.training.decay_all:
         return {}
     overrides = get_standard_config_overrides(settings.optimizer)
+    overrides[ParamKey(name=SCALING_PARAMETERS)] = ParamGroupOverride(wd_mult=0.0)
     if not settings.training.decay_embeddings:
         overrides[ParamKey(name=EMBEDDING_TABLES)] = ParamGroupOverride(wd_mult=0.0)
     return overrides

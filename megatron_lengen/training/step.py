@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_lengen.data.datasets import Batch
 from megatron_lengen.layers.context_parallel import positions_of_rank, tokens_of_rank
-from megatron_lengen.layers.coordinates import set_samples
+from megatron_lengen.layers.coordinates import set_documents, set_samples
 from megatron_lengen.runtime import host
 from megatron_lengen.runtime.agreement import everywhere
 from megatron_lengen.training.arguments import Settings
@@ -129,6 +129,8 @@ class Stepper:
                 tokens_of_rank(batch[key]).to(host.device())
                 for key in ("tokens", "labels", "loss_mask")
             )
+            if self.settings.model.document_boundaries == "mask":
+                set_documents(batch["documents"].to(host.device()))
             positions = positions_of_rank(tokens.shape[1]).to(tokens.device).expand_as(tokens)
         output = chunk(tokens, positions, None, labels=labels if model.post_process else None)
 

@@ -12,13 +12,19 @@ STEPS = "--train-iters 20"
 FEWER = 6  # enough where nothing is rounded
 LOSS, NORM = 1e-5, 1e-4  # relative
 
-# Dropout of each kind: at the norm, on the sublayers' outputs, at every projection.
+# Dropout of each kind: at the norm, on the sublayers' outputs, at every projection, inside the
+# attention, with everything that attention can do.
 DROPOUT = {
     "vpad": "--dropout-variant vpad --dropout-rate 0.3",
     "pre_norm": "--dropout-variant pre_norm --dropout-rate 0.1",
     "everywhere": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d",
     "attached": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d"
     " --dropout-no-detach-alpha --dropout-no-detach-beta",
+    "nape": "--dropout-variant vpad --dropout-rate 0.2 --attention-dropout 0.2"
+    " --position-embedding-type nape --query-scaling learned --query-scaling-scope nope"
+    " --no-query-scaling-identity-init",
+    "entmax": "--position-embedding-type yarn --rotary-scaling-factor 4 --query-scaling ssmax"
+    " --attention-function entmax --attention-dropout 0.1 --document-boundaries mask",
 }
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
@@ -35,50 +41,54 @@ LAYOUTS = {
     "mbs1": (1, "--micro-batch-size 1", ("vpad",)),
     "mbs4": (1, "--micro-batch-size 4", ("vpad", "attached")),
     "distributed": (1, DISTRIBUTED, ("vpad",)),
-    "tp": (2, TP, ("vpad", "pre_norm", "everywhere", "attached")),
-    "sp": (2, SP, ("vpad", "pre_norm", "everywhere", "attached")),
-    "pp": (2, PP, ("vpad", "pre_norm", "everywhere")),
-    "vpp": (2, VPP, ("vpad", "pre_norm")),
-    "cp": (2, CP, ("vpad", "pre_norm", "everywhere", "attached")),
-    "dp": (2, "", ("vpad", "pre_norm", "everywhere")),
+    "tp": (2, TP, ("vpad", "pre_norm", "everywhere", "attached", "nape", "entmax")),
+    "sp": (2, SP, ("vpad", "pre_norm", "everywhere", "attached", "nape", "entmax")),
+    "pp": (2, PP, ("vpad", "pre_norm", "everywhere", "entmax")),
+    "vpp": (2, VPP, ("vpad", "pre_norm", "nape")),
+    "cp": (2, CP, ("vpad", "pre_norm", "everywhere", "attached", "nape", "entmax")),
+    "dp": (2, "", ("vpad", "pre_norm", "everywhere", "nape")),
     "dp-overlap": (2, "--overlap-grad-reduce", ("vpad",)),
     "dp-distributed": (2, DISTRIBUTED, ("vpad", "pre_norm")),
     "dp-distributed-overlap": (2, f"{DISTRIBUTED} {OVERLAP}", ("vpad",)),
     "sp-pp": (4, f"{SP} {PP}", ("vpad", "pre_norm", "attached")),
     "sp-vpp": (4, f"{SP} {VPP}", ("vpad",)),
-    "cp-sp": (4, f"{CP} {SP}", ("vpad", "everywhere")),
+    "cp-sp": (4, f"{CP} {SP}", ("vpad", "everywhere", "nape", "entmax")),
     "cp-vpp": (4, f"{CP} {VPP}", ("vpad",)),
     "cp-dp": (4, f"{CP} {DISTRIBUTED} {OVERLAP}", ("vpad",)),
     "dp-vpp": (4, f"{VPP} {DISTRIBUTED} {OVERLAP}", ("vpad",)),
     "tp-dp": (4, f"{TP} {DISTRIBUTED}", ("vpad", "everywhere")),
 }
 # layout -> (processes, flags): each also with recomputation, which must change no bit.
+RECOMPUTED_KINDS = ("vpad", "everywhere", "entmax")
 RECOMPUTED = {"single": (1, ""), "sp": (2, SP), "pp": (2, PP), "cp": (2, CP)}
 SINGLE_STEP = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0"
+# Kinds whose gradients are compared parameter by parameter after one step.
+STEPS_OF = {"": "", "vpad-": DROPOUT["vpad"], "nape-": DROPOUT["nape"]}
 
 
 def all_runs(processes: int) -> list[Run]:
     runs = []
     if processes == 1:
         runs += [Run(f"single-{kind}", f"{STEPS} {flags}") for kind, flags in DROPOUT.items()]
-        runs += [Run("step-single", SINGLE_STEP, dump=True)]
-        runs += [Run("step-vpad-single", f"{SINGLE_STEP} {DROPOUT['vpad']}", dump=True)]
+        runs += [
+            Run(f"step-{k}single", f"{SINGLE_STEP} {f}", dump=True) for k, f in STEPS_OF.items()
+        ]
     for layout, (needed, flags, kinds) in LAYOUTS.items():
         if needed == processes:
             runs += [Run(f"{layout}-{k}", f"{STEPS} {flags} {DROPOUT[k]}") for k in kinds]
     for layout, (needed, flags) in RECOMPUTED.items():
-        for kind in ("vpad", "everywhere") if needed == processes else ():
+        for kind in RECOMPUTED_KINDS if needed == processes else ():
             for how, recompute in (("full", FULL), ("selective", SELECTIVE)):
                 name = f"{layout}-{kind}-{how}"
                 steps = f"{STEPS} --exit-interval {FEWER}"
                 runs.append(Run(name, f"{steps} {flags} {recompute} {DROPOUT[kind]}"))
     if processes == 2:
         for layout, flags in (("tp", TP), ("sp", SP), ("pp", PP), ("cp", CP)):
-            runs += [
-                Run(f"step-{layout}", f"{SINGLE_STEP} {flags}", dump=True),
-                Run(f"step-vpad-{layout}", f"{SINGLE_STEP} {flags} {DROPOUT['vpad']}", dump=True),
-                Run(f"five-{layout}", f"--train-iters 5 {flags} {DROPOUT['vpad']}", dump=True),
-            ]
+            for kind, kind_flags in STEPS_OF.items():
+                flags_of_step = f"{SINGLE_STEP} {flags} {kind_flags}"
+                runs.append(Run(f"step-{kind}{layout}", flags_of_step, dump=True))
+            flags_of_five = f"--train-iters 5 {flags} {DROPOUT['vpad']}"
+            runs.append(Run(f"five-{layout}", flags_of_five, dump=True))
         runs.append(Run("five-dp", f"--train-iters 5 {DROPOUT['vpad']}", dump=True))
     return runs
 
@@ -113,7 +123,7 @@ def test_the_comparison_can_fail(folder):
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
-@pytest.mark.parametrize("kind", ["vpad", "everywhere"])
+@pytest.mark.parametrize("kind", RECOMPUTED_KINDS)
 @pytest.mark.parametrize("layout", RECOMPUTED)
 def test_recomputation_changes_no_bit(folder, layout, kind, how):
     """Report 5 of the field: recomputing must replay the forward's masks."""
@@ -141,7 +151,7 @@ def assembled(folder: Path, name: str, what: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["tp", "sp", "pp", "cp"])
-@pytest.mark.parametrize("kind", ["", "vpad-"])
+@pytest.mark.parametrize("kind", STEPS_OF)
 def test_every_gradient_is_that_of_one_process(folder, layout, kind):
     (single,) = dumps(folder, f"step-{kind}single", 1)
     found = assembled(folder, f"step-{kind}{layout}", "gradients")
