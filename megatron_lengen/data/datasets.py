@@ -18,6 +18,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_lengen.data.index_cache import build_on_every_machine
 from megatron_lengen.data.tokenizer import Tokenizer
 from megatron_lengen.errors import BadInput
 
@@ -104,7 +105,7 @@ def build_datasets(
 ) -> tuple[Dataset, Dataset | None]:
     """Megatron's GPT datasets for training and validation; mock ones where no path is given.
 
-    Called on all ranks; the first builds the indices.
+    Called on all ranks (see index_cache).
 
     Args:
         samples: rows needed for training and for validation.
@@ -142,7 +143,7 @@ def build_datasets(
         # Its indices cannot be cached, which Megatron would say three times.
         logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)
     builder = BlendedMegatronDatasetBuilder(cls, [*samples, 0], lambda: True, config)
-    train, valid, _ = builder.build()
+    train, valid, _ = build_on_every_machine(builder)
     if train is None:
         raise BadInput("data: the training share is empty")
     return train, valid

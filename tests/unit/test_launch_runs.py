@@ -188,5 +188,6 @@ def test_torchrun_reads_the_folders_of_the_script():
         from torchrun import folders_of
     finally:
         sys.path.pop(0)
-    assert folders_of("--save-interval 5 --save a --load=b --lr 1 --save c".split()) == ("c", "b")
+    words = ["--save-interval", "5", "--save", "a", "--load=b", "--lr", "1", "--save", "c"]
+    assert folders_of(words) == ("c", "b")
     assert folders_of(["--save-interval", "5"]) == (None, None)
