@@ -3,7 +3,7 @@ PYTHON ?= python3
 CHECKED = megatron_lengen tools tests examples pretrain_gpt.py setup.py
 TYPED = megatron_lengen tools pretrain_gpt.py
 
-.PHONY: test unit checks format example clean
+.PHONY: test unit checks format kills example clean
 
 test: ## the whole suite
 	bash tests/run.sh
@@ -19,6 +19,9 @@ checks: ## style and types (pip install -r requirements/dev.txt)
 format: ## apply the style
 	$(PYTHON) -m ruff check --fix $(CHECKED)
 	$(PYTHON) -m ruff format $(CHECKED)
+
+kills: ## kill -9 at 40 random moments, four times: nothing that was saved is lost
+	$(PYTHON) tests/parallel/kills.py --kills 40
 
 example: ## the main recipe, tiny
 	bash examples/smollm3_cpt_vpad.sh

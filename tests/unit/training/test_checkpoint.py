@@ -21,7 +21,7 @@ def saved(process_groups, tmp_path_factory):
     data = trainer._train_data()
     for first in (0, 4):
         trainer.engine.train(data, first)
-    trainer.progress = Progress(2, 8)
+    trainer.progress = Progress(2, 8, skipped=1)
     trainer.saver.save(trainer.progress)
     return root, trainer
 
@@ -46,7 +46,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_everything_comes_back(saved):
     root, trainer = saved
     again = trainer_of(f"--load {root}")
-    assert again.progress == Progress(2, 8)
+    assert again.progress == Progress(2, 8, skipped=1)
     assert equal(weights(again), weights(trainer)) and equal(moments(again), moments(trainer))
     assert again.engine.scheduler.num_steps == trainer.engine.scheduler.num_steps == 8
     fresh = trainer_of()
@@ -59,7 +59,9 @@ def test_weights_only(saved):
     assert start.progress == Progress(0, 0) and start.engine.scheduler.num_steps == 0
     assert equal(weights(start), weights(trainer)) and moments(start) == []
     position = trainer_of(f"--load {root} --no-load-optim")
-    assert position.progress == Progress(2, 8) and position.engine.scheduler.num_steps == 8
+    assert (
+        position.progress == Progress(2, 8, skipped=1) and position.engine.scheduler.num_steps == 8
+    )
     assert equal(weights(position), weights(trainer)) and moments(position) == []
 
 
@@ -68,7 +70,7 @@ def test_a_checkpoint_without_the_optimizer(saved, tmp_path):
     lean = trainer_of(f"--load {root} --save {tmp_path / 'lean'} --no-save-optim")
     lean.saver.save(lean.progress)
     back = trainer_of(f"--load {tmp_path / 'lean'}")
-    assert back.progress == Progress(2, 8) and moments(back) == []
+    assert back.progress == Progress(2, 8, skipped=1) and moments(back) == []
     assert equal(weights(back), weights(trainer))
     # A later resume of that run saves the optimizer again and is a full checkpoint.
     full = trainer_of(f"--load {tmp_path / 'lean'} --save {tmp_path / 'full'}")
@@ -148,7 +150,7 @@ def test_another_order_of_the_data_is_said(saved, caplog, flags, says):
         trainer = trainer_of(f"--load {root} {flags}")
     assert ("order of the data differs" in caplog.text) == (says is not None)
     assert says is None or says in caplog.text
-    assert trainer.progress == Progress(2, 8)
+    assert trainer.progress == Progress(2, 8, skipped=1)
 
 
 def test_another_batch_size_has_data_for_all_its_iterations(saved):
