@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -191,6 +192,12 @@ class _RankRows:
             yield list(range(begin, begin + self.micro_batch))
 
 
+def _outlive_signals(worker: int) -> None:
+    # A signal to the whole group is for the training process, which still needs its rows.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def micro_batches(
     dataset: Dataset,
     start: int,
@@ -219,5 +226,6 @@ def micro_batches(
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=workers > 0,
+        worker_init_fn=_outlive_signals,
     )
     return iter(loader)

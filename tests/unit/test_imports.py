@@ -35,6 +35,7 @@ MAY_IMPORT = {
     # The events of the training loop may evaluate and average.
     "training": BELOW_MODELS
     | {"ops", "layers", "models", "checkpoint_folder", "evaluation", "convert"},
+    "sizing": GROUND | {"ops", "training"},
 }
 # Packages that only some rooms may name.
 ROOMS_OF = {

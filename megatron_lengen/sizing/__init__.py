@@ -1,0 +1,1 @@
+"""What a layout costs: memory of a rank and its messages, computed."""
