@@ -195,7 +195,7 @@ class _Leaving:
         self._interval, self._minutes = interval, minutes
         self._start = time.monotonic()
         self._signal = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
