@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from groups import leave_layout
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -33,8 +34,7 @@ def main(folder: Path, runs: list[dict[str, Any]]) -> None:
         trainer = Trainer(settings, build_chunks)
         found = masks(trainer) if settings.model.dropout_on else step(trainer)
         torch.save(found, folder / f"{run['name']}.rank{dist.get_rank()}.pt")
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     dist.destroy_process_group()
 
 

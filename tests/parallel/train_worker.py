@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from groups import leave_layout
 
 from megatron_lengen.models.build import build_chunks
 from megatron_lengen.models.weights import global_name
@@ -31,8 +31,7 @@ def main(folder: Path, runs: list[dict[str, Any]]) -> None:
         if run["dump"]:
             file = folder / f"{run['name']}.rank{dist.get_rank()}.pt"
             torch.save(describe(trainer), file)
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     dist.destroy_process_group()
 
 
