@@ -9,6 +9,8 @@ from tiny_models import tiny_config
 from megatron_lengen.layers.attention import CausalAttention
 from megatron_lengen.ops.weighting import Weighting, naive_attention
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
 
 def attention(layer_number: int, **changes) -> CausalAttention:
     return CausalAttention(

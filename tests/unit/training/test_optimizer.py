@@ -24,12 +24,19 @@ MATRICES = [
     )
 ]
 BIASES = [f"decoder.layers.{layer}.self_attention.linear_qkv.bias" for layer in range(4)]
+SCALING = [
+    f"decoder.layers.{layer}.self_attention.query_scaling.{kind}_{form}"
+    for layer in range(4)
+    for kind in ("coef", "pow")
+    for form in ("weight", "bias")
+]
 TABLE, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 # flags -> (names that decay, names that do not)
 GROUPS = {
     "": ([TABLE, *MATRICES], GAINS),
     "--add-qkv-bias": ([TABLE, *MATRICES], [*GAINS, *BIASES]),
+    "--query-scaling learned": ([TABLE, *MATRICES], [*GAINS, *SCALING]),
     "--no-decay-embeddings": (MATRICES, [TABLE, *GAINS]),
     "--decay-all --add-qkv-bias": ([TABLE, *MATRICES, *GAINS, *BIASES], []),
     "--untie-embeddings-and-output-weights": ([TABLE, HEAD, *MATRICES], GAINS),
