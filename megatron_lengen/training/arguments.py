@@ -57,6 +57,7 @@ class Settings:
     tokenizer: Tokenizer
     data_parallel_size: int
     load_from: checkpoint_folder.Found | None
+    deepspeed: dict[str, Any] | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -72,6 +73,7 @@ class Settings:
             "optimizer": flags.plain_values(self.optimizer),
             "data_parallelism": flags.plain_values(self.ddp),
             "training": flags.plain_values(self.training),
+            "deepspeed": self.deepspeed,
         }
 
 
@@ -92,14 +94,16 @@ def parse_settings(argv: Sequence[str] | None, description: str) -> Settings:
     training.check(data_parallel_size, optimizer.lr, optimizer.min_lr)
     _check_data_files(training, tokenizer)
     _check_packages(training)
+    ddp = _data_parallelism(given)
     return Settings(
         model=model,
         optimizer=optimizer,
-        ddp=_data_parallelism(given),
+        ddp=ddp,
         training=training,
         tokenizer=tokenizer,
         data_parallel_size=data_parallel_size,
         load_from=found,
+        deepspeed=_deepspeed(training, model, optimizer, ddp, data_parallel_size),
     )
 
 
@@ -245,6 +249,23 @@ def _data_parallelism(given: dict[str, Any]) -> DistributedDataParallelConfig:
     # Megatron-Core's data parallelism asks the rerun state machine about each rank's gradients.
     values["check_for_nan_in_grad"] = given.get("rerun_mode", "disabled") != "disabled"
     return DistributedDataParallelConfig(**values)
+
+
+def _deepspeed(
+    training: TrainingSettings,
+    model: LengenConfig,
+    optimizer: OptimizerConfig,
+    ddp: DistributedDataParallelConfig,
+    data_parallel_size: int,
+) -> dict[str, Any] | None:
+    """DeepSpeed's configuration, where DeepSpeed is the engine."""
+    if training.engine != "deepspeed":
+        require(training.deepspeed_config is None, "--deepspeed-config: needs --engine deepspeed")
+        return None
+    from megatron_lengen.training import deepspeed_config  # DeepSpeed takes seconds to import
+
+    deepspeed_config.check_features(training, model, optimizer, ddp)
+    return deepspeed_config.resolve(training, model, optimizer, data_parallel_size)
 
 
 def _check_packages(training: TrainingSettings) -> None:

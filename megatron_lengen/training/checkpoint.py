@@ -55,6 +55,7 @@ _DATA_ORDER = (
 )
 # What the form of the optimizer's state depends on.
 _OPTIMIZER_KIND = (
+    ("training", "engine"),
     ("training", "decay_embeddings"),
     ("training", "decay_all"),
     ("optimizer", "use_distributed_optimizer"),
@@ -236,8 +237,9 @@ def _refuse_other_optimizer(settings: Settings, stored: dict[str, Any]) -> None:
     """The optimizer's state depends on its kind and on the groups of equal weight decay."""
     now = settings.as_json()
     for group, name in _OPTIMIZER_KIND:
+        default = getattr(type(getattr(settings, group)), name, None)  # of what did not exist then
         require(
-            now[group][name] == stored[group].get(name),
+            now[group][name] == stored[group].get(name, default),
             f"{flag_of(name)}: not as when the checkpoint's optimizer was saved; allowed: the "
             "same as then, or --no-load-optim",
         )

@@ -51,7 +51,7 @@ class Trainer:
         self, settings: Settings, model_provider: ModelProvider, watch: Watch | None = None
     ) -> None:
         self.settings, self.watch = settings, watch
-        self.engine: Engine = MegatronEngine(settings, model_provider(settings.model))
+        self.engine = _engine(settings, model_provider(settings.model))
         self.progress = self.engine.load()
         self.train_set, self.valid_set = self._datasets()
         self.saver = Saver(settings, self.engine, self.progress)
@@ -186,6 +186,14 @@ class Trainer:
             f"{training.global_batch_size} x {config.seq_length} tokens",
             flush=True,
         )
+
+
+def _engine(settings: Settings, chunks: list[nn.Module]) -> Engine:
+    if settings.training.engine == "deepspeed":
+        from megatron_lengen.training.deepspeed_engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(settings, chunks)
+    return MegatronEngine(settings, chunks)
 
 
 class _Leaving:

@@ -11,6 +11,7 @@ from megatron_lengen.errors import BadInput, require
 
 Style = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 DecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+EngineName = Literal["megatron", "deepspeed"]
 RerunMode = Literal["disabled", "validate_results"]
 
 
@@ -164,6 +165,14 @@ class TrainingSettings:
 
     distributed_timeout_minutes: float = 10.0
     """Minutes that a process waits for the others."""
+
+    engine: EngineName = "megatron"
+    """What holds gradients and optimizer: Megatron-Core, or DeepSpeed (tensor and data
+    parallelism; needs --deepspeed-config)."""
+
+    deepspeed_config: str | None = None
+    """DeepSpeed's configuration, a JSON file: ZeRO stage 0 to 3 and offloading to the CPU. Batches,
+    clipping, precision, optimizer and schedule come from the flags."""
 
     dry_run: bool = False
     """Check everything, print the resolved configuration and leave."""
