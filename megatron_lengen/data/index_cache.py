@@ -22,6 +22,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from torch.utils.data import Dataset
 
 from megatron_lengen.errors import BadInput
+from megatron_lengen.runtime.agreement import first_problem
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +57,9 @@ def build_on_every_machine(builder: BlendedMegatronDatasetBuilder) -> list[Datas
                 if not isinstance(cause, OSError):
                     raise
                 problem = _describe(cause, builder.config)
-        problems = [problem]
-        if together:
-            problems *= dist.get_world_size()
-            dist.all_gather_object(problems, problem)
-        found = next(filter(None, problems), None)
-        if found:
-            raise BadInput(found)
+        problem = first_problem(problem) if together else problem
+        if problem:
+            raise BadInput(problem)
     return built
 
 
