@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import versions
 from megatron_lengen.errors import BadInput, is_first_rank, require
-from megatron_lengen.runtime.agreement import first_problem, first_rank_does
+from megatron_lengen.runtime.agreement import everywhere, first_problem, first_rank_does
 from megatron_lengen.training import optimizer as optimizers
 from megatron_lengen.training import tensor_writer
 from megatron_lengen.training.arguments import Settings
@@ -94,12 +94,15 @@ def save(
     """
     if settings.training.no_save_optim:
         optimizer = None
-    state = _state(chunks, optimizer, is_loading=False)
+    # Before its first update an optimizer has nothing to save, and nothing is what it goes on from.
+    fresh = optimizer is not None and everywhere(not optimizers.has_state(optimizer))
+    state = _state(chunks, None if fresh else optimizer, is_loading=False)
     state["opt_param_scheduler"] = optimizers.scheduler_state(scheduler)
     state["progress"] = asdict(progress)
     state["rerun"] = rerun_state(settings.training.rerun_mode)
     request = tensor_writer.prepare(state, folder, dict(_METADATA))
-    first_rank_does(partial(_describe, settings, folder, progress))
+    details = {"fresh_optimizer": True} if fresh else {}
+    first_rank_does(partial(_describe, settings, folder, progress, details))
     return request
 
 
@@ -133,8 +136,9 @@ def resumes_optimizer(settings: Settings) -> bool:
     if _starts_anew(settings) or settings.training.no_load_optim:
         return False
     assert settings.load_from is not None
-    stored = settings.load_from.description["arguments"]
-    if stored["training"].get("no_save_optim"):
+    description = settings.load_from.description
+    stored = description["arguments"]
+    if stored["training"].get("no_save_optim") or description.get("fresh_optimizer"):
         return False
     _refuse_other_optimizer(settings, stored)
     return True
@@ -249,7 +253,9 @@ def _chunk_names(chunks: list[nn.Module]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
 
 
-def _describe(settings: Settings, folder: Path, progress: Progress) -> None:
+def _describe(
+    settings: Settings, folder: Path, progress: Progress, details: dict[str, Any]
+) -> None:
     """Write what a reader needs without Megatron: the model, all settings, the tokenizer."""
     description = {
         "iteration": progress.iteration,
@@ -257,6 +263,7 @@ def _describe(settings: Settings, folder: Path, progress: Progress) -> None:
         "model": settings.model.architecture(),
         "arguments": settings.as_json(),
         "versions": versions(),
+        **details,
     }
     settings.tokenizer.save(folder / checkpoint_folder.TOKENIZER)
     checkpoint_folder.write_description(folder, description)

@@ -175,6 +175,11 @@ def _refuse_differences(
     )
 
 
+def has_state(optimizer: MegatronOptimizer) -> bool:
+    """Whether this rank's part of an optimizer has made an update, or loaded one's result."""
+    return any(inner.optimizer.state for inner in _members(optimizer) if inner.optimizer)
+
+
 # ---- resuming with PyTorch's AdamW ---------------------------------------------------------------
 # Megatron-Core's distributed optimizer expects Transformer Engine's or apex's Adam when it loads a
 # checkpoint. PyTorch's keeps a step counter of its own for every parameter, which needs three

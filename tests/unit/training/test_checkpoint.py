@@ -81,6 +81,21 @@ def test_a_checkpoint_without_the_optimizer(saved, tmp_path):
     assert equal(moments(trainer_of(f"--load {tmp_path / 'full'}")), moments(full))
 
 
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", "--bf16"])
+def test_a_checkpoint_before_the_first_update_is_gone_on_from(process_groups, tmp_path, flags):
+    """All steps so far were skipped, say."""
+    first = trainer_of(f"--save {tmp_path} {flags}")
+    first.saver.save(Progress(1, 4, skipped=1))
+    again = trainer_of(f"--load {tmp_path} {flags}")
+    assert again.progress == Progress(1, 4, skipped=1) and equal(weights(again), weights(first))
+    unbroken = trainer_of(flags)
+    unbroken.progress = again.progress
+    runs = [(trainer, trainer._train_data()) for trainer in (again, unbroken)]
+    for sample in (4, 8):
+        resumed, expected = (trainer.engine.train(data, sample) for trainer, data in runs)
+        assert resumed.loss == expected.loss and not resumed.skipped
+
+
 def test_masters_of_16_bit_weights_come_from_the_weights_without_optimizer(saved):
     root, _ = saved
     start = trainer_of(f"--load {root} --finetune --bf16")
