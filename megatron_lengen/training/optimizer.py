@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import Tensor, nn
 
 from megatron_lengen.errors import require
-from megatron_lengen.runtime.agreement import everywhere
+from megatron_lengen.runtime.agreement import finite_on_all
 from megatron_lengen.training.arguments import Settings
 
 _NOT_IN_MEGATRONS_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
@@ -112,14 +112,13 @@ def apply_gradients(optimizer: MegatronOptimizer) -> float:
     Megatron-Core's own `step` updates with whatever the gradients hold.
     """
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not everywhere(math.isfinite(norm)):
-        return norm if not math.isfinite(norm) else math.nan
-    for inner in _members(optimizer):
-        parameters = inner.get_parameters()
-        if parameters and inner.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
-    optimizer.step_with_ready_grads()
+    norm = finite_on_all(float(optimizer.get_grad_norm()))
+    if math.isfinite(norm):
+        for inner in _members(optimizer):
+            parameters = inner.get_parameters()
+            if parameters and inner.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
+        optimizer.step_with_ready_grads()
     return norm
 
 

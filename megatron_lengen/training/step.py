@@ -21,7 +21,7 @@ from megatron_lengen.data.datasets import Batch
 from megatron_lengen.layers.context_parallel import positions_of_rank, tokens_of_rank
 from megatron_lengen.layers.coordinates import set_documents, set_samples
 from megatron_lengen.runtime import host
-from megatron_lengen.runtime.agreement import everywhere
+from megatron_lengen.runtime.agreement import finite_on_all
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.guards import Reruns, not_finite_in
 from megatron_lengen.training.optimizer import apply_gradients
@@ -78,9 +78,10 @@ class Stepper:
             optimizer.zero_grad()
             reports = self._forward_backward(data, first_sample, forward_only=False)
         loss, tokens = sum_reports(reports)
+        loss = finite_on_all(loss)
         rate = float(optimizer.param_groups[0]["lr"])
         grad_norm, places = math.nan, []
-        skipped = not everywhere(math.isfinite(loss))
+        skipped = not math.isfinite(loss)
         if skipped:
             places = not_finite_in(reports, self.settings)
         else:

@@ -5,6 +5,7 @@ From the forward pass of that number on, the given rank (-1: every rank) does WH
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -28,6 +29,8 @@ class Trouble:
     def chunks(self, config: LengenConfig) -> list[nn.Module]:
         """The model, with trouble in it where this rank is the one (-1: on every rank)."""
         chunks = build_chunks(config)
+        if "elsewhere" in self.what:  # Megatron-Core knows a machine by the name of its host
+            os.uname = lambda: ("Linux", "another", "", "", "")  # type: ignore[assignment]
         if self.rank in (-1, dist.get_rank()):
             if self.what == "bad input while building":
                 raise BadInput("--load: found a crack; allowed: none")
@@ -45,7 +48,7 @@ class Trouble:
             raise BadInput("--load: found a crack; allowed: none")
         if self.what == "sleep":
             time.sleep(1000)
-        if self.what == "nan" or (self.what == "nan once" and self.left == 0):
+        if self.what in ("nan", "nan elsewhere") or (self.what == "nan once" and self.left == 0):
             return output * float("nan")
         return None
 
