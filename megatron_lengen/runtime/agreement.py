@@ -32,6 +32,13 @@ def finite_on_all(value: float) -> float:
     return value if bad == 0 else float(bad)
 
 
+def everywhere(condition: bool) -> bool:
+    """Whether a condition holds on every rank; called by every rank."""
+    answer = torch.tensor(float(condition), device=host.device())
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+    return bool(answer)
+
+
 def first_problem(own: str | None) -> str | None:
     """What is wrong on the lowest rank that has a problem, if any has; called by every rank."""
     everyones: list[str | None] = [None] * dist.get_world_size()
