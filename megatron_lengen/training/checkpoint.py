@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import versions
 from megatron_lengen.errors import BadInput, is_first_rank, require
-from megatron_lengen.runtime.agreement import everywhere, first_problem, first_rank_does
+from megatron_lengen.runtime.agreement import first_problem, first_rank_does
 from megatron_lengen.training import optimizer as optimizers
 from megatron_lengen.training import tensor_writer
 from megatron_lengen.training.arguments import Settings
@@ -95,7 +95,8 @@ def save(
     if settings.training.no_save_optim:
         optimizer = None
     # Before its first update an optimizer has nothing to save, and nothing is what it goes on from.
-    fresh = optimizer is not None and everywhere(not optimizers.has_state(optimizer))
+    held = optimizer is not None and optimizers.has_state(optimizer)
+    fresh = optimizer is not None and first_problem("state" if held else None) is None
     state = _state(chunks, None if fresh else optimizer, is_loading=False)
     state["opt_param_scheduler"] = optimizers.scheduler_state(scheduler)
     state["progress"] = asdict(progress)
