@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_lengen.layers.context_parallel import positions_of_rank, tokens_of_rank
 from megatron_lengen.runtime import host
 
-_SAMPLES, _DOCUMENTS = "lengen-samples", "lengen-documents"
+_SAMPLES, _DOCUMENTS, _FIRST = "lengen-samples", "lengen-documents", "lengen-first-position"
 
 
 def set_samples(samples: Tensor | Sequence[int]) -> None:
@@ -40,6 +40,11 @@ def set_documents(documents: Tensor | None) -> None:
             keys so far. None: no boundaries.
     """
     _set(_DOCUMENTS, documents)
+
+
+def set_first_position(first: int) -> None:
+    """Announce how many tokens of the rows came before the next forward (cached decoding)."""
+    _set(_FIRST, torch.tensor(first) if first else None)
 
 
 def current_documents() -> Tensor | None:
@@ -86,7 +91,8 @@ def query_positions(length: int) -> Tensor:
     """
     documents = current_documents()
     if documents is None:
-        return positions_of_rank(length)[:, None]
+        first = get_cuda_rng_tracker().get_states().get(_FIRST)
+        return positions_of_rank(length)[:, None] + (0 if first is None else first)
     positions = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     starts = torch.where(begins, positions, 0).cummax(dim=1).values

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
@@ -84,6 +85,21 @@ class InferenceModel(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         logits = self.model(tokens, positions, None)
         return logits[..., : self.config.vocab_size].float()
+
+    @torch.inference_mode()
+    def last_logits(self, tokens: Tensor, cache: StaticInferenceContext) -> Tensor:
+        """[b, s] token ids that follow those in the cache -> [b, vocab_size] fp32 logits of the
+        last; the cache gets their keys and values, its offset stays."""
+        first = cache.sequence_len_offset
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        logits = self.model(
+            tokens,
+            positions.expand_as(tokens),
+            None,
+            inference_context=cache,
+            runtime_gather_output=True,
+        )
+        return logits[:, -1, : self.config.vocab_size].float()
 
 
 def build_for_inference(config: LengenConfig, tensors: Callable[[str], Tensor]) -> InferenceModel:

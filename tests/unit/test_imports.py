@@ -14,14 +14,15 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_lengen"
 
 # What each room may import besides itself: the whole of "imports point down only".
-GROUND = {"config", "config_checks", "compat", "errors"}
+GROUND = {"config", "config_checks", "attention_checks", "compat", "errors"}
 BELOW_MODELS = GROUND | {"runtime", "data"}
 MAY_IMPORT = {
     "errors": set(),
     "compat": {"errors"},
     # The configuration checks names against the registry of variants.
-    "config": {"compat", "errors", "ops", "config_checks"},
+    "config": {"compat", "errors", "ops", "config_checks", "attention_checks"},
     "config_checks": {"compat", "errors", "ops", "config"},
+    "attention_checks": {"errors", "config", "config_checks"},
     "ops": {"errors"},
     "runtime": GROUND,
     "data": GROUND | {"runtime"},
