@@ -18,25 +18,11 @@ from megatron_lengen.runtime import host
 logger = logging.getLogger(__name__)
 
 
-def everywhere(condition: bool) -> bool:
-    """Whether a condition holds on every rank; called by every rank."""
-    answer = torch.tensor(float(condition), device=host.device())
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-    return bool(answer)
-
-
 def finite_on_all(value: float) -> float:
     """`value` if it is finite on every rank; else nan or infinity, the same on every rank."""
     bad = torch.tensor(0.0 if math.isfinite(value) else value, device=host.device())
     dist.all_reduce(bad)
     return value if bad == 0 else float(bad)
-
-
-def everywhere(condition: bool) -> bool:
-    """Whether a condition holds on every rank; called by every rank."""
-    answer = torch.tensor(float(condition), device=host.device())
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-    return bool(answer)
 
 
 def first_problem(own: str | None) -> str | None:
