@@ -15,6 +15,8 @@ import logging
 import sys
 import warnings
 
+from packaging.version import Version
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +52,15 @@ def have_transformer_engine() -> bool:
 def is_installed(name: str) -> bool:
     """Whether a package can be found; it is not imported."""
     return sys.modules.get(name, name) is not None and importlib.util.find_spec(name) is not None
+
+
+def megatrons_async_strategy() -> tuple[str, ...]:
+    """How Megatron-Core's asynchronous writer is asked for, as arguments of `async_save`.
+
+    From 0.17 on there is NVIDIA's resiliency package besides, which is the default.
+    """
+    installed = Version(package_version("megatron-core") or "0")
+    return ("mcore",) if installed >= Version("0.17") else ()
 
 
 def package_version(name: str) -> str | None:

@@ -29,12 +29,13 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_lengen.compat import megatrons_async_strategy
 from megatron_lengen.runtime import host
 from megatron_lengen.runtime.agreement import first_rank_does, reason_of
 
@@ -61,9 +62,8 @@ def prepare(state: dict[str, Any], folder: Path, metadata: dict[str, Any]) -> As
     needed = _size(state)
     first_rank_does(partial(_require_space, folder, needed))
     tensors, plain = save_preprocess({**state, "content_metadata": metadata})
-    plain_writer = TorchCommonSaveStrategy(FORMAT.sharded_backend, FORMAT.sharded_backend_version)
-    first_rank_does(partial(plain_writer.save_common, plain, folder))
-    return _Strategy(needed).async_save(tensors, folder)
+    first_rank_does(partial(torch.save, plain, folder / COMMON_STATE_FNAME))
+    return _Strategy(needed).async_save(tensors, folder, *megatrons_async_strategy())
 
 
 def _size(state: dict[str, Any]) -> int:
@@ -103,15 +103,17 @@ class _Strategy(TorchDistSaveShardedStrategy):
         super().__init__(FORMAT.sharded_backend, FORMAT.sharded_backend_version, thread_count=1)
         self._needed = needed
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: Any, checkpoint_dir: Path, *strategy: str
+    ) -> AsyncRequest:
         """Plan; called by every rank."""
         if filesystem_async._results_queue is None:
             # With any queue there, Megatron starts no interpreter to hold one.
             filesystem_async._results_queue = queue.SimpleQueue()
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        return super().async_save(sharded_state_dict, checkpoint_dir, *strategy)
 
     def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[Any, ...]
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[Any, ...], *strategy: str
     ) -> AsyncRequest:
         _, metadata, ranks = save_state_dict_ret
         results = _Results()
