@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.errors import require
+from megatron_lengen.errors import Fault, require
 from megatron_lengen.runtime import host
 
 
@@ -21,7 +21,11 @@ def world_size() -> int:
 
 
 def start_process_group(timeout_minutes: float = 10.0) -> None:
-    """Join the launcher's process group, or make one of a single process."""
+    """Join the launcher's process group, or make one of a single process.
+
+    Raises:
+        Fault: if the processes do not find each other.
+    """
     host.adapt_to_host()
     if dist.is_initialized():
         return
@@ -30,7 +34,14 @@ def start_process_group(timeout_minutes: float = 10.0) -> None:
     timeout = datetime.timedelta(minutes=timeout_minutes)
     backend = host.communication_backend()
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            raise Fault(
+                f"{world_size()} processes did not meet at {os.environ['MASTER_ADDR']}:"
+                f"{os.environ.get('MASTER_PORT')} within --distributed-timeout-minutes "
+                f"({timeout_minutes:g}): {str(error).splitlines()[0]}"
+            ) from error
     else:
         dist.init_process_group(
             backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout

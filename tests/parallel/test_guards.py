@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import HERE, Run, argv, environment, free_port, rows, start, tail, work
+from launcher import HERE, PRETRAIN, Run, argv, environment, free_port, rows, start, tail, work
 
 from megatron_lengen import checkpoint_folder
 
@@ -139,6 +139,22 @@ def test_bad_input_on_one_rank_while_a_run_is_built(tmp_path):
     codes, logs = ended(command, 2, tmp_path)
     assert codes == [2, 2]
     assert lines(logs) == ["error: --load: found a crack; allowed: none"]
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked(tmp_path):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    flags = argv("--train-iters 4 --distributed-timeout-minutes 0.05")
+    done = subprocess.run(
+        [sys.executable, str(PRETRAIN), *flags],
+        env=environment(**variables, MASTER_PORT=str(free_port())),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert len(said) == 1 and said[0].startswith("error: 2 processes did not meet at 127.0.0.1:")
+    assert "1/2 clients joined" in said[0]
 
 
 # ---- steps that are not finite -------------------------------------------------------------------
