@@ -29,13 +29,17 @@ def main(folder: Path, runs: list[dict[str, Any]]) -> None:
     """One layout after the other."""
     distributed.start_process_group()
     for run in runs:
-        settings = parse_settings(run["flags"], "test")
-        distributed.start(settings.model)
-        trainer = Trainer(settings, build_chunks)
-        found = masks(trainer) if settings.model.dropout_on else step(trainer)
-        torch.save(found, folder / f"{run['name']}.rank{dist.get_rank()}.pt")
+        torch.save(result(run), folder / f"{run['name']}.rank{dist.get_rank()}.pt")
         leave_layout()
     dist.destroy_process_group()
+
+
+def result(run: dict[str, Any]) -> dict[str, Any]:
+    """What one run gives: masks where it has dropout, otherwise a step."""
+    settings = parse_settings(run["flags"], "test")
+    distributed.start(settings.model)
+    trainer = Trainer(settings, build_chunks)
+    return masks(trainer) if settings.model.dropout_on else step(trainer)
 
 
 def masks(trainer: Trainer) -> dict[str, Tensor]:

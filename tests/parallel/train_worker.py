@@ -22,17 +22,22 @@ def main(folder: Path, runs: list[dict[str, Any]]) -> None:
     """Do the runs, each with process groups of its own layout."""
     distributed.start_process_group()
     for run in runs:
-        flags = [flag.replace("FOLDER", str(folder)) for flag in run["flags"]]
-        metrics = str(folder / f"{run['name']}.jsonl")
-        settings = parse_settings([*flags, "--metrics-jsonl", metrics], "test")
-        distributed.start(settings.model)
-        trainer = Trainer(settings, build_chunks)
-        trainer.run()
-        if run["dump"]:
-            file = folder / f"{run['name']}.rank{dist.get_rank()}.pt"
-            torch.save(describe(trainer), file)
+        train(folder, run)
         leave_layout()
     dist.destroy_process_group()
+
+
+def train(folder: Path, run: dict[str, Any]) -> None:
+    """One run; nothing of it stays."""
+    flags = [flag.replace("FOLDER", str(folder)) for flag in run["flags"]]
+    metrics = str(folder / f"{run['name']}.jsonl")
+    settings = parse_settings([*flags, "--metrics-jsonl", metrics], "test")
+    distributed.start(settings.model)
+    trainer = Trainer(settings, build_chunks)
+    trainer.run()
+    if run["dump"]:
+        file = folder / f"{run['name']}.rank{dist.get_rank()}.pt"
+        torch.save(describe(trainer), file)
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:
