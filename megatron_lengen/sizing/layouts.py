@@ -5,6 +5,7 @@ Models come as presets or as flags; layouts as the flags of pretrain_gpt.py.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,17 @@ from typing import NamedTuple
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import BadInput, require
+from megatron_lengen.sizing.activations import Sizes
 from megatron_lengen.sizing.mamba2 import Mamba2Shape, mamba2_memory
 from megatron_lengen.sizing.memory import StageMemory, Step, step_memory
 from megatron_lengen.sizing.presets import Preset
-from megatron_lengen.sizing.traffic import Traffic, bubble, data_traffic, stage_traffic
+from megatron_lengen.sizing.traffic import (
+    Traffic,
+    bubble,
+    data_traffic,
+    repeats,
+    stage_traffic,
+)
 from megatron_lengen.training.arguments import Settings, parse_settings
 
 
@@ -54,6 +62,8 @@ def size(
     """
     settings = _settings(flags, processes)
     training, config = settings.training, settings.model
+    if settings.deepspeed is not None:
+        zero_stage = settings.deepspeed["zero_optimization"]["stage"]
     step = Step(
         settings.data_parallel_size,
         training.micro_batch_size,
@@ -125,6 +135,9 @@ def _check_zero(step: Step, config: LengenConfig) -> None:
 # ---- choosing ------------------------------------------------------------------------------------
 
 
+_RECOMPUTATION = ("", "selective", "selective --recompute-modules core_attn mlp", "full")
+
+
 class Machine(NamedTuple):
     """Speeds that order layouts; rough on purpose, and never printed as times.
 
@@ -140,13 +153,33 @@ class Machine(NamedTuple):
     across: float = 4e10
 
 
+# A layout that is simpler is preferred to one that is faster by less than this.
+_NOT_WORTH_IT = 1.15
+
+
 def choose(
     preset: Preset, seq_length: int, processes: int, capacity: int, extra: str = ""
 ) -> Sizing | None:
-    """The layout that fits `capacity` bytes and should be the fastest; None if none fits."""
+    """The simplest layout that fits `capacity` bytes and should be about as fast as any that does;
+    None if none fits."""
     machine = Machine()
     fitting = [s for s in candidates(preset, seq_length, processes, extra) if s.peak <= capacity]
-    return min(fitting, key=lambda s: relative_time(s, machine), default=None)
+    seconds = [relative_time(sizing, machine) for sizing in fitting]
+    good = [s for s, t in zip(fitting, seconds, strict=True) if t <= _NOT_WORTH_IT * min(seconds)]
+    return min(good, key=lambda s: (_complexity(s), relative_time(s, machine)), default=None)
+
+
+def _complexity(sizing: Sizing) -> tuple[int, int, int]:
+    """Ways in which the model is cut, into how many parts, and how much is computed twice."""
+    config = sizing.settings.model
+    cuts = [
+        config.tensor_model_parallel_size,
+        config.context_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.virtual_pipeline_model_parallel_size or 1,
+    ]
+    again = sum(repeats(config, part) for part in ("core_attn", "mlp", "all"))
+    return sum(size > 1 for size in cuts), math.prod(cuts), again
 
 
 def candidates(
@@ -171,7 +204,7 @@ def candidates(
                 )
                 for chunks in (1, 2) if pp > 1 else (1,):
                     virtual = f" --num-virtual-stages-per-pipeline-rank {chunks}"
-                    for again in ("", "selective", "full"):
+                    for again in _RECOMPUTATION:
                         repeat = f" --recompute-granularity {again}" if again else ""
                         whole = layout + (virtual if chunks > 1 else "") + repeat
                         yield from _allowed(whole, processes, preset)
@@ -210,19 +243,21 @@ def relative_time(sizing: Sizing, machine: Machine) -> float:
 def _operations(sizing: Sizing) -> float:
     """Multiplications and additions of a step on the busiest rank.
 
-    Each weight of a projection costs 6 a token (2 forward, 4 backward), each pair of query and key
-    4 a channel forward and 8 backward; recomputation adds forward's once more.
+    Each weight of a projection costs 2 a token forward and 4 backward, each pair of query and key
+    4 a channel forward and 8 backward; what is recomputed costs its forward twice.
     """
     config, step = sizing.settings.model, sizing.step
     tokens = step.micro_batches * step.micro_batch_size * config.seq_length
-    share = config.context_parallel_size
-    again = {None: (0, 0), "selective": (0, 4), "full": (2, 4)}[config.recompute_granularity]
-    weights = max(stage.parameters for stage in sizing.stages)
+    stages = config.pipeline_model_parallel_size
+    z = Sizes.of(config, step.micro_batch_size)
+    weights = 6 * max(stage.parameters for stage in sizing.stages)
+    if repeats(config, "mlp"):
+        weights += 2 * config.num_layers // stages * 3 * z.h * z.f
+    if repeats(config, "all"):
+        weights += 2 * config.num_layers // stages * z.h * (2 * z.q + 2 * z.k)
     pairs = 0.0
     for kind in config.layer_pattern():
-        keys = config.seq_length / 2
-        if kind.windowed and config.sliding_window:
-            keys = min(keys, config.sliding_window)
-        pairs += keys * config.hidden_size
-    pairs /= config.tensor_model_parallel_size * config.pipeline_model_parallel_size
-    return tokens / share * ((6 + again[0]) * weights + (12 + again[1]) * pairs)
+        windowed = kind.windowed and config.sliding_window
+        keys = min(config.seq_length / 2, windowed or config.seq_length)
+        pairs += (16 if repeats(config, "core_attn") else 12) * keys * z.q / stages
+    return tokens / config.context_parallel_size * (weights + pairs)

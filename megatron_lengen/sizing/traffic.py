@@ -43,7 +43,7 @@ def stage_traffic(config: LengenConfig, step: Step, stage: int) -> Traffic:
         norms = sum(2 * len(chunk.layers) + chunk.predicts for chunk in chunks)
         tensor += round(2 * ring(config.tensor_model_parallel_size) * 4 * norms * z.h)
     # Keys and values forward, their gradients back, and again where attention is recomputed.
-    times = 3 if _repeats(config, "core_attn") else 2
+    times = 3 if repeats(config, "core_attn") else 2
     layers = sum(len(chunk.layers) for chunk in chunks)
     context = times * count * layers * (cp - 1) * 2 * z.t * z.k * z.e
     borders = sum((not chunk.embeds) + (not chunk.predicts) for chunk in chunks)
@@ -100,10 +100,10 @@ def _tensor_messages(config: LengenConfig, z: Sizes, chunk: Chunk) -> int:
         # Forward gathers before and scatters after each sublayer; backward does the reverse and
         # gathers the input again for the weights' gradients.
         forward, backward, embedding, output, share = 4, 6, 2, 3, ring(tp)
-        again = 4 if _repeats(config, "all") else 2 if _repeats(config, "mlp") else 0
+        again = 4 if repeats(config, "all") else 2 if repeats(config, "mlp") else 0
     else:
         forward, backward, embedding, output, share = 2, 2, 1, 1, 2 * ring(tp)
-        again = 2 if _repeats(config, "all") else 1 if _repeats(config, "mlp") else 0
+        again = 2 if repeats(config, "all") else 1 if repeats(config, "mlp") else 0
     whole = len(chunk.layers) * (forward + backward + again)
     whole += chunk.embeds * embedding + chunk.predicts * output
     sent = whole * share * z.t * z.h * z.e
@@ -112,8 +112,8 @@ def _tensor_messages(config: LengenConfig, z: Sizes, chunk: Chunk) -> int:
     return round(sent)
 
 
-def _repeats(config: LengenConfig, part: str) -> bool:
-    """Whether backward runs `part` of a layer's forward again."""
+def repeats(config: LengenConfig, part: str) -> bool:
+    """Whether backward runs `core_attn`, `mlp` or `all` of a layer's forward again."""
     if config.recompute_granularity == "full":
         return True
     return config.recompute_granularity == "selective" and part in (config.recompute_modules or ())

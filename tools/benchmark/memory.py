@@ -23,12 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from memory_check import check
-
 from megatron_lengen.compat import versions
 from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.sizing.layouts import Sizing, choose, size
-from megatron_lengen.sizing.presets import PRESETS
+from megatron_lengen.sizing.presets import PRESETS, Preset
 
 GIB = 1 << 30
 # What a card's driver reports, less a tenth for the CUDA context, NCCL and fragmentation.
@@ -209,8 +207,10 @@ def layout_name(sizing: Sizing) -> str:
         parts.append(f"ZeRO {step.zero_stage}")
     if step.distributed_optimizer:
         parts.append("shared optimizer")
-    if config.recompute_granularity:
-        parts.append(f"recompute {config.recompute_granularity}")
+    if config.recompute_granularity == "full":
+        parts.append("layers recomputed")
+    elif config.recompute_granularity:
+        parts.append(f"{' and '.join(config.recompute_modules or ())} recomputed")
     return ", ".join(parts) or "one GPU"
 
 
@@ -224,7 +224,7 @@ def choices(names: Sequence[str], markdown: bool) -> list[dict[str, Any]]:
                 row = [f"{length // 1024}k", str(gpus)]
                 for card, capacity in CARDS.items():
                     best = choose(PRESETS[name], length, gpus, int(capacity))
-                    row += ["none", ""] if best is None else _choice(best)
+                    row += _choice(PRESETS[name], length, gpus, best)
                     found.append(
                         {"preset": name, "length": length, "gpus": gpus, "card": card}
                         | ({} if best is None else {"stages": describe(best, layout_name(best))})
@@ -238,12 +238,17 @@ def choices(names: Sequence[str], markdown: bool) -> list[dict[str, Any]]:
     return found
 
 
-def _choice(best: Sizing) -> list[str]:
-    return [layout_name(best), f"{best.peak / GIB:.0f}"]
+def _choice(preset: Preset, length: int, gpus: int, best: Sizing | None) -> list[str]:
+    if best is not None:
+        return [layout_name(best), f"{best.peak / GIB:.0f}"]
+    rows = preset.batch_tokens // length
+    return [f"at most {rows} GPUs" if preset.mamba2 and rows < gpus else "does not fit", ""]
 
 
 def comparisons(quick: bool, markdown: bool) -> list[dict[str, Any]]:
     """Compare with runs; prints a table and fails where one is off."""
+    from memory_check import check  # beside this file; loads the training loop
+
     found = check(quick)
     head = ["added to the model", "rank", "state, MB", "peak, MB"]
     head += ["predicted state", "activations", "messages"]
@@ -283,7 +288,9 @@ def main() -> None:
     if args.layouts:
         found = layouts(args.markdown)
     elif args.choose:
-        found = choices([args.preset] if args.preset else list(PRESETS), args.markdown)
+        # A step of the preset must hold a row of every length.
+        long = [name for name in PRESETS if PRESETS[name].batch_tokens >= max(LENGTHS)]
+        found = choices([args.preset] if args.preset else long, args.markdown)
     elif args.check:
         found = comparisons(args.quick, args.markdown)
     else:
