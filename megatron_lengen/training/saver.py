@@ -7,6 +7,7 @@ the end of a synchronous save, or at a later step of an asynchronous one.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.errors import Fault, is_first_rank
-from megatron_lengen.runtime.agreement import first_rank_does
+from megatron_lengen.runtime.agreement import first_rank_does, reason_of
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.checkpoint import Progress
 from megatron_lengen.training.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 class Saver:
@@ -93,7 +96,12 @@ class Saver:
         def publish() -> None:
             checkpoint_folder.publish(root, iteration, partial)
             if training.keep_last is not None:
-                checkpoint_folder.prune(root, iteration, training.keep_last, training.keep_every)
+                try:
+                    checkpoint_folder.prune(
+                        root, iteration, training.keep_last, training.keep_every
+                    )
+                except OSError as error:
+                    logger.warning("--keep-last: older checkpoints stay: %s", reason_of(error))
             print(f"saved {checkpoint_folder.iteration_folder(root, iteration)}", flush=True)
 
         first_rank_does(publish)
@@ -110,6 +118,8 @@ class Saver:
             if is_first_rank():
                 with contextlib.suppress(OSError):
                     checkpoint_folder.clean(root)
-            kept = "there is no complete one" if newest is None else f"the newest is {newest}"
-            text = f"--save: no checkpoint of iteration {self._saved_at}: {fault}; {kept}"
-            raise Fault(text) from fault
+            complete = "none" if newest is None else f"iteration {newest}"
+            raise Fault(
+                f"--save: iteration {self._saved_at} could not be saved: {fault}; the newest "
+                f"complete checkpoint: {complete}"
+            ) from fault

@@ -31,9 +31,8 @@ from megatron_lengen.models import build  # noqa: F401  (imported before the for
 from megatron_lengen.training import loop  # noqa: F401
 
 INTERVAL = 2
-RUN = f"""
-    --train-iters 100000 --lr-decay-style constant --save-interval {INTERVAL} --keep-last 2
-    --dropout-variant vpad --dropout-rate 0.2
+RUN = """
+    --train-iters 100000 --lr-decay-style constant --dropout-variant vpad --dropout-rate 0.2
 """
 PATIENCE = 60.0
 
@@ -48,8 +47,9 @@ class Campaign:
     """
 
     name: str
-    flags: str = ""
+    saving: str = ""
     processes: int = 1
+    layout: str = ""
     lag: int = 0
     one: bool = False
 
@@ -57,7 +57,7 @@ class Campaign:
 CAMPAIGNS = (
     Campaign("at-once"),
     Campaign("background", "--async-save", lag=1),
-    Campaign("at-once-2", "--use-distributed-optimizer", processes=2),
+    Campaign("at-once-2", processes=2, layout="--use-distributed-optimizer"),
     Campaign("background-2-one", "--async-save", processes=2, lag=1, one=True),
 )
 
@@ -160,7 +160,8 @@ def campaign(plan: Campaign, folder: Path, kills: int, seed: int) -> Tally:
     chance, tally = random.Random(f"{seed} {plan.name}"), Tally()
     root, metrics, log = folder / "ck", folder / "killed.jsonl", folder / "killed.log"
     folder.mkdir(parents=True)
-    flags = f"{RUN} {plan.flags} --save {root} --load {root} --metrics-jsonl {metrics}"
+    flags = f"{RUN} {plan.layout} --metrics-jsonl {metrics}"
+    flags += f" --save {root} --load {root} --save-interval {INTERVAL} --keep-last 2 {plan.saving}"
     for _ in range(kills):
         pids = fork(flags, plan.processes, log)
         moment(plan, chance, root, metrics, pids[0])
@@ -171,12 +172,12 @@ def campaign(plan: Campaign, folder: Path, kills: int, seed: int) -> Tally:
         if -signal.SIGKILL not in codes:
             tally.problems.append(f"left by itself with {codes}")
         check(plan, root, metrics, tally)
-    tally.last += 1 + tally.last % INTERVAL + INTERVAL
+    tally.last += 1 + INTERVAL
     end = f"--exit-interval {tally.last}"
     codes = wait(fork(f"{flags} {end}", plan.processes, log), PATIENCE)
     unbroken = folder / "unbroken.jsonl"
-    alone = f"{RUN} {plan.flags} {end} --metrics-jsonl {unbroken} --save {folder / 'unbroken'}"
-    codes += wait(fork(alone, plan.processes, folder / "unbroken.log"), PATIENCE)
+    whole = f"{RUN} {plan.layout} --metrics-jsonl {unbroken} {end}"
+    codes += wait(fork(whole, plan.processes, log), PATIENCE + tally.last)
     if any(codes):
         tally.problems.append(f"the last runs left with {codes}")
     compare(metrics, unbroken, root, tally)

@@ -42,4 +42,4 @@ def test_a_full_disk_stops_a_run_in_one_line_and_costs_nothing(tmp_path):
     if command is None:
         pytest.skip("file systems cannot be mounted here")
     output = script([*command, sys.executable, HERE / "full_disk.py", tmp_path / "run"], 400)
-    assert output.count("stopped and went on") == 4, output
+    assert output.count("stopped and went on") == 5, output

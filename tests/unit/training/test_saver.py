@@ -120,8 +120,9 @@ def test_a_writer_that_fails_publishes_nothing_and_leaves_what_was(
             trainer.saver.save(Progress(2, 8))
             trainer.saver.finish()
     text = str(caught.value)
-    assert text.startswith(f"--save: no checkpoint of iteration 2: {says}")
-    assert text.endswith(f"in {root}); the newest is 1") and "needed, " in text and "\n" not in text
+    assert text.startswith(f"--save: iteration 2 could not be saved: {says}")
+    assert text.endswith(f"in {root}); the newest complete checkpoint: iteration 1")
+    assert "needed, " in text and "\n" not in text
     assert sorted(path.name for path in root.iterdir()) == published(1)
 
 
@@ -135,7 +136,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(root, monkeypatch, flags
         with pytest.raises(Fault) as caught:
             trainer.saver.save(Progress(1, 4))
     text = str(caught.value)
-    assert "No space left on device" in text and "there is no complete one" in text
+    assert "No space left on device" in text and "complete checkpoint: none" in text
     assert list(root.iterdir()) == []
 
 
@@ -185,6 +186,22 @@ def test_as_many_stay_as_asked_and_the_start_of_the_run_is_left_alone(root, tmp_
     # The last two are whole: the newest and the one to fall back to.
     shutil.rmtree(root / "iter_0000011")
     assert checkpoint_folder.find(root).iteration == 10
+
+
+def test_what_cannot_be_removed_stops_no_run(root, monkeypatch, caplog):
+    trainer = trainer_of(f"--save {root} --keep-last 1")
+    trainer.saver.save(Progress(1, 4))
+    replace = os.replace
+
+    def refuse(old, new):
+        if Path(new).name.startswith(".removed_"):
+            raise PermissionError(13, os.strerror(13), str(old))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    trainer.saver.save(Progress(2, 8))
+    assert names(root) == published(1, 2)
+    assert "--keep-last: older checkpoints stay: Permission denied" in caplog.text
 
 
 @pytest.mark.parametrize(
