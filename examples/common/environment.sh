@@ -49,7 +49,7 @@ _lengen_is_ready() {
 }
 
 _lengen_hash() {
-    cat "$LENGEN_ROOT/requirements/base.txt" "$LENGEN_ROOT/requirements/test.txt" | cksum | tr ' ' -
+    (cd "$LENGEN_ROOT/requirements" && cat base.txt deepspeed.txt test.txt) | cksum | tr ' ' -
 }
 
 # Makes, completes or updates the environment. One process at a time, also on a shared file system;

@@ -53,6 +53,7 @@ class Machine:
         (self.root / "requirements").mkdir()
         (self.root / "requirements/base.txt").write_text("base needs\n")
         (self.root / "requirements/test.txt").write_text("test needs\n")
+        (self.root / "requirements/deepspeed.txt").write_text("deepspeed\n")
         self.bin.mkdir()
         for name in PROGRAMS.split():
             if program := shutil.which(name):
