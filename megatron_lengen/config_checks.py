@@ -14,7 +14,7 @@ import torch
 
 from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.errors import BadInput, require
-from megatron_lengen.ops.mask import STEPS
+from megatron_lengen.ops.mask import MAX_LAYER, STEPS
 from megatron_lengen.ops.variants import (
     get_variant,
     load_variant_file,
@@ -36,6 +36,7 @@ DROPOUT_MODULES = (
     *(f"mlp.linear_fc1.{letter}" for letter in "gu"),
     "mlp.linear_fc2.d",
 )
+_MAX_SIZE = 2**31 - 1  # kernels and index files count in 32 bits
 PROJECTION_LETTERS = ("q", "k", "v", "o", "g", "u", "d")
 
 
@@ -61,7 +62,9 @@ def _check_shapes(config: LengenConfig) -> None:
         ("--num-query-groups", config.num_query_groups),
         ("--kv-channels", config.kv_channels),
     ):
+        most = MAX_LAYER if flag == "--num-layers" else _MAX_SIZE
         require(value is None or value >= 1, f"{flag}: found {value}; allowed: 1 or more")
+        require(value is None or value <= most, f"{flag}: found {value}; allowed: up to {most}")
     heads, tp = config.num_attention_heads, config.tensor_model_parallel_size
     if config.kv_channels is None:
         _divides("--hidden-size", config.hidden_size, "--num-attention-heads", heads)
