@@ -57,6 +57,10 @@ def _check_shapes(config: LengenConfig) -> None:
         ("--tensor-model-parallel-size", config.tensor_model_parallel_size),
         ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size),
         ("--context-parallel-size", config.context_parallel_size),
+        ("--num-virtual-stages-per-pipeline-rank", config.virtual_pipeline_model_parallel_size),
+        ("--decoder-first-pipeline-num-layers", config.num_layers_in_first_pipeline_stage),
+        ("--decoder-last-pipeline-num-layers", config.num_layers_in_last_pipeline_stage),
+        ("--recompute-num-layers", config.recompute_num_layers),
         ("--make-vocab-size-divisible-by", config.make_vocab_size_divisible_by),
         ("--ffn-hidden-size", config.ffn_hidden_size),
         ("--num-query-groups", config.num_query_groups),
@@ -125,12 +129,19 @@ def _check_parts_of_rows(config: LengenConfig) -> None:
 
 def _check_numbers(config: LengenConfig) -> None:
     for flag, value, fits, allowed in (
-        ("--vocab-size", config.vocab_size, config.vocab_size >= 0, "1 or more"),
+        (
+            "--vocab-size",
+            config.vocab_size,
+            0 <= config.vocab_size <= config.padded_vocab_size <= _MAX_SIZE,
+            f"1 up to {_MAX_SIZE} with its padding",
+        ),
         ("--norm-epsilon", config.layernorm_epsilon, config.layernorm_epsilon > 0, "above 0"),
         ("--init-method-std", config.init_method_std, config.init_method_std >= 0, "0 or more"),
         ("--rotary-base", config.rotary_base, config.rotary_base > 0, "above 0"),
         ("--rotary-percent", config.rotary_percent, 0 < config.rotary_percent <= 1, "(0, 1]"),
+        ("--seed", config.seed, 0 <= config.seed < 2**32, f"0 to {2**32 - 1}"),
     ):
+        fits = fits and math.isfinite(value)
         require(fits, f"{flag}: found {value}; allowed: {allowed}")
     channels = config.kv_channels or config.hidden_size // config.num_attention_heads
     rotated = int(channels * config.rotary_percent)

@@ -8,7 +8,9 @@ tracebacks of every rank. `Fault` is the same for what is nobody's mistake, with
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -69,5 +71,25 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `BadInput`."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong as one line."""
-        raise BadInput(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+        """Raise what is wrong as one line, in the words of the other checks."""
+        message = message.removeprefix("argument ")
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            message = self._unrecognized(unknown.split())
+        choice = re.fullmatch(r"(.+): invalid choice: (.*) \(choose from (.*)\)", message)
+        if choice:
+            allowed = choice[3].replace("'", "")
+            message = f"{choice[1]}: found {choice[2].strip(chr(39))}; allowed: {allowed}"
+        if message.endswith("expected one argument"):
+            flag = message.split(":")[0]
+            message = f"{flag}: found no value (one that starts with - is given as {flag}=-1)"
+        raise BadInput(f"{message} (see {self.prog} --help)")
+
+    def _unrecognized(self, words: list[str]) -> str:
+        """Each unknown flag with the nearest there is."""
+        known = [name for action in self._actions for name in action.option_strings]
+        said = []
+        for word in (word.split("=")[0] for word in words if word.startswith("-")):
+            near = difflib.get_close_matches(word, known, n=1)
+            said.append(f"{word}: unrecognized{f'; did you mean {near[0]}?' if near else ''}")
+        return ", ".join(said) or f"{words[0]}: found where a flag was expected"

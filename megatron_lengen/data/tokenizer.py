@@ -285,7 +285,7 @@ def build_tokenizer(
         BadInput: nothing there, an unknown kind, or no end-of-document token.
     """
     name = str(path_or_id_or_kind)
-    chosen = _kind_named(kind) if kind is not None else _kind_found(name)
+    chosen = kind_named(kind) if kind is not None else _kind_found(name)
     if chosen == "byte":
         return ByteTokenizer()
     if chosen == "null":
@@ -321,7 +321,8 @@ def load_saved(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def _kind_named(kind: str) -> str:
+def kind_named(kind: str) -> str:
+    """One of `KINDS` from its own name or Megatron-LM's --tokenizer-type."""
     known = KIND_OF_MEGATRON.get(kind.lower().removesuffix("tokenizer"))
     if known is None:
         raise BadInput(
@@ -340,7 +341,7 @@ def _kind_found(name: str) -> str:
         is_hf = (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file()
         return "sentencepiece" if not is_hf and _only_model(path) else "huggingface"
     if name.lower().removesuffix("tokenizer") in ("byte", "bytelevel", "null"):
-        return _kind_named(name)
+        return kind_named(name)
     if path.suffix == ".model":
         return "sentencepiece"
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_lengen import checkpoint_folder
-from megatron_lengen.compat import is_installed, versions
+from megatron_lengen.compat import have_transformer_engine, is_installed, versions
 from megatron_lengen.config import ARCHITECTURE_FIELDS, METHOD_FIELDS, LengenConfig
 from megatron_lengen.config_checks import per_layer
-from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer, kind_named
 from megatron_lengen.errors import BadInput, is_first_rank, missing_package, require
 from megatron_lengen.runtime import distributed
 from megatron_lengen.training import flags
@@ -93,7 +94,7 @@ def parse_settings(argv: Sequence[str] | None, description: str) -> Settings:
     data_parallel_size = distributed.check_layout(model, distributed.world_size())
     training.check(data_parallel_size, optimizer.lr, optimizer.min_lr)
     _check_data_files(training, tokenizer)
-    _check_packages(training)
+    _check_packages(training, model)
     ddp = _data_parallelism(given)
     return Settings(
         model=model,
@@ -177,6 +178,11 @@ def _tokenizer(training: TrainingSettings, given: dict[str, Any]) -> Tokenizer:
             "--tokenizer-model: not given; allowed: a folder, hub id or .model file, or "
             "--tokenizer-type NullTokenizer --vocab-size N"
         )
+    if name is None and kind_named(kind or "") in ("huggingface", "sentencepiece"):
+        raise BadInput(
+            f"--tokenizer-model: not given with --tokenizer-type {kind}; allowed: a folder, hub id "
+            "or .model file"
+        )
     return build_tokenizer(name or kind or "", kind=kind, vocab_size=given.get("vocab_size"))
 
 
@@ -223,17 +229,16 @@ def _optimizer(given: dict[str, Any], model: LengenConfig) -> OptimizerConfig:
     values = flags.dataclass_values(OptimizerConfig, given)
     values.update(optimizer="adam", bf16=model.bf16, params_dtype=model.params_dtype)
     values.setdefault("min_lr", 0.0)
-    for name, low, high in (
-        ("weight_decay", 0.0, None),
-        ("clip_grad", 0.0, None),
-        ("adam_beta1", 0.0, 1.0),
-        ("adam_beta2", 0.0, 1.0),
-        ("adam_eps", 0.0, None),
+    for name, high, allowed in (
+        ("weight_decay", math.inf, "0 or more"),
+        ("clip_grad", math.inf, "0 (no clipping) or more"),
+        ("adam_beta1", 1.0, "0 to below 1"),
+        ("adam_beta2", 1.0, "0 to below 1"),
+        ("adam_eps", math.inf, "above 0"),
     ):
-        value = values.get(name)
-        if value is not None and (value < low or (high is not None and value >= high)):
-            limit = f"{low:g} or more" if high is None else f"{low:g} to below {high:g}"
-            raise BadInput(f"{flags.flag_of(name)}: found {value}; allowed: {limit}")
+        value = values.get(name, 0.5)
+        fits = 0 <= value < high and (value > 0 or name != "adam_eps")
+        require(fits, f"{flags.flag_of(name)}: found {value}; allowed: {allowed}")
     require(
         not values.get("overlap_param_gather") or bool(values.get("use_distributed_optimizer")),
         "--overlap-param-gather: needs --use-distributed-optimizer",
@@ -268,7 +273,11 @@ def _deepspeed(
     return deepspeed_config.resolve(training, model, optimizer, data_parallel_size)
 
 
-def _check_packages(training: TrainingSettings) -> None:
+def _check_packages(training: TrainingSettings, model: LengenConfig) -> None:
+    require(
+        model.transformer_impl != "transformer_engine" or have_transformer_engine(),
+        "--transformer-impl: found transformer_engine, which cannot be imported; allowed: local",
+    )
     for flag, asked, package in (
         ("--tensorboard-dir", training.tensorboard_dir, "tensorboard"),
         ("--wandb-project", training.wandb_project, "wandb"),
@@ -292,8 +301,6 @@ def _check_data_files(training: TrainingSettings, tokenizer: Tokenizer) -> None:
             documents = len(check_dataset(prefix, flag).sequence_lengths)
             if flag == "--data-path":
                 check_split(prefix, documents, training.split, training.eval_iters > 0)
-    for flag, path in (("--metrics-jsonl", training.metrics_jsonl), ("--save", training.save)):
-        if path is not None and flag == "--metrics-jsonl" and Path(path).is_dir():
-            raise BadInput(f"{flag}: found the folder {path}; allowed: a file")
-        if path is not None and flag == "--save" and Path(path).is_file():
-            raise BadInput(f"{flag}: found the file {path}; allowed: a folder")
+    metrics = training.metrics_jsonl
+    if metrics is not None and Path(metrics).is_dir():
+        raise BadInput(f"--metrics-jsonl: found the folder {metrics}; allowed: a file")

@@ -25,6 +25,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import Parser
+from megatron_lengen.ops.mask import MAX_LAYER
 from megatron_lengen.training.settings import TrainingSettings
 
 SOURCES: dict[str, type] = {
@@ -140,7 +141,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     if typing.get_origin(flag.kind) is typing.Literal:
         options["choices"] = typing.get_args(flag.kind)
     elif flag.kind == list[str]:
-        options.update(nargs="+", metavar="TEXT")
+        options.update(nargs="+", metavar="TEXT", type=_reader(str))
     else:
         options.update(type=_reader(flag.kind), metavar=_metavar(flag.kind))
     group.add_argument(flag.name, **options)
@@ -165,7 +166,19 @@ def _metavar(kind: Any) -> str:
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:
-    return _pattern if kind == list[int] else kind
+    return _pattern if kind == list[int] else functools.partial(_value, kind)
+
+
+def _value(kind: Any, text: str) -> Any:
+    """A number or a text that says something."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = ""
+    if value == "":
+        allowed = {int: "a whole number", float: "a number"}.get(kind, "a text")
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: {allowed}")
+    return value
 
 
 def _pattern(text: str) -> Any:
@@ -173,7 +186,11 @@ def _pattern(text: str) -> Any:
     match = re.fullmatch(r"\[?([\d,\s-]+)\]?(?:\s*\*\s*(\d+))?", text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not N, N,N,... or [N,...]*K")
-    numbers = [int(part) for part in match[1].split(",") if part.strip()] * int(match[2] or 1)
+    numbers = [int(part) for part in match[1].split(",") if part.strip()]
+    times = int(match[2] or 1)
+    if len(numbers) * times > MAX_LAYER:
+        raise argparse.ArgumentTypeError(f"found {text}; allowed: up to {MAX_LAYER} layers")
+    numbers *= times
     return numbers[0] if len(numbers) == 1 and "[" not in text else numbers
 
 

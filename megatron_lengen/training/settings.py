@@ -215,10 +215,20 @@ class TrainingSettings:
             f"--micro-batch-size {self.micro_batch_size} x {data_parallel_size} data-parallel "
             f"ranks ({step})",
         )
+        for flag, steps in (("--train-iters", self.train_iters), ("--eval-iters", self.eval_iters)):
+            samples = steps * self.global_batch_size
+            require(
+                samples < 2**32,
+                f"{flag}: found {steps} x --global-batch-size {self.global_batch_size}; allowed: "
+                f"up to {2**32 - 1} samples (masks number them in 32 bits)",
+            )
+        require(
+            0 <= self.num_workers <= 1024,
+            f"--num-workers: found {self.num_workers}; allowed: 0 to 1024",
+        )
         for flag, number in (
             ("--eval-interval", self.eval_interval),
             ("--eval-iters", self.eval_iters),
-            ("--num-workers", self.num_workers),
             ("--max-skipped-steps", self.max_skipped_steps),
         ):
             _at_least(0, flag, number)
@@ -232,11 +242,16 @@ class TrainingSettings:
         ):
             if given is not None:
                 _at_least(1, flag, given)
-        for flag, minutes in (
-            ("--exit-duration-in-mins", self.exit_duration_in_mins),
-            ("--distributed-timeout-minutes", self.distributed_timeout_minutes),
-        ):
-            require(minutes is None or minutes > 0, f"{flag}: found {minutes}; allowed: above 0")
+        minutes = self.exit_duration_in_mins
+        require(
+            minutes is None or minutes > 0,
+            f"--exit-duration-in-mins: found {minutes}; allowed: above 0",
+        )
+        minutes = self.distributed_timeout_minutes
+        require(
+            0.01 <= minutes <= 1e6,
+            f"--distributed-timeout-minutes: found {minutes}; allowed: 0.01 to 1e6",
+        )
         require(self.ckpt_step is None or self.load is not None, "--ckpt-step: needs --load")
         require(
             self.rerun_mode == "disabled" or self.save is not None,
@@ -316,11 +331,20 @@ class TrainingSettings:
         except ValueError:
             shares = []
         require(
-            1 <= len(shares) <= 3 and min(shares) >= 0 and sum(shares) > 0 and shares[0] > 0,
+            1 <= len(shares) <= 3 and min(shares) >= 0 and 0 < shares[0] <= sum(shares) < math.inf,
             f"--split: found {self.split}; allowed: up to three shares as in 99,1,0",
         )
-        for flag, folder in (("--data-cache-path", self.data_cache_path), ("--save", self.save)):
-            if folder and not os.path.isfile(folder) and not _can_write(folder):
+        metrics = os.path.dirname(os.path.abspath(self.metrics_jsonl or ""))
+        for flag, folder in (
+            ("--data-cache-path", self.data_cache_path),
+            ("--save", self.save),
+            ("--metrics-jsonl", metrics if self.metrics_jsonl else None),
+            ("--tensorboard-dir", self.tensorboard_dir),
+            ("--wandb-save-dir", self.wandb_save_dir),
+        ):
+            if folder and os.path.isfile(folder):
+                raise BadInput(f"{flag}: found the file {folder}; allowed: a folder")
+            if folder and not _can_write(folder):
                 raise BadInput(f"{flag}: cannot write to {folder}")
 
 
