@@ -286,8 +286,11 @@ def _own_store(seconds: float) -> dist.Store:
         is_master=False,
         timeout=timedelta(seconds=seconds),
     )
-    # A launcher that starts the ranks again keeps its store, and the old notes in it.
-    return dist.PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
+    # A launcher that keeps its store when it starts the ranks again keeps old notes in it. With a
+    # new store each time the count must not matter: a machine that came back counts from 0.
+    kept = _launcher_has_the_store()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
+    return dist.PrefixStore(f"watch/{attempt}", client)
 
 
 def _launcher_has_the_store() -> bool:
