@@ -213,7 +213,8 @@ class LengenConfig(TransformerConfig):
     """Give the output layer weights of its own instead of the embedding's."""
 
     sliding_window: int | None = None
-    """Window in keys, the query's own included (Hugging Face's meaning); sets window_size."""
+    """Window in keys, the query's own included (Hugging Face's meaning); sets window_size. One
+    that no row exceeds is full attention."""
 
     seed: int = 1234
     """Seed of initial weights, data order and dropout masks."""

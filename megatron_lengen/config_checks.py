@@ -37,6 +37,7 @@ DROPOUT_MODULES = (
     "mlp.linear_fc2.d",
 )
 _MAX_SIZE = 2**31 - 1  # kernels and index files count in 32 bits
+_RECOMPUTED = ("core_attn", "mlp", "layernorm")
 PROJECTION_LETTERS = ("q", "k", "v", "o", "g", "u", "d")
 
 
@@ -84,28 +85,40 @@ def _check_shapes(config: LengenConfig) -> None:
     ffn = config.ffn_hidden_size or 4 * config.hidden_size
     _divides("--ffn-hidden-size", ffn, "--tensor-model-parallel-size", tp)
     _check_parts_of_rows(config)
-    stages = config.pipeline_model_parallel_size
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    require(
-        chunks == 1 or stages > 1,
-        f"--num-virtual-stages-per-pipeline-rank: found {chunks}; needs "
-        "--pipeline-model-parallel-size above 1",
-    )
-    if config.pipeline_model_parallel_layout is None and not (
-        config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage
-    ):
-        require(
-            config.num_layers % (stages * chunks) == 0,
-            f"--num-layers: found {config.num_layers}; allowed: multiples of the pipeline's "
-            f"{stages * chunks} chunks (--pipeline-model-parallel-size {stages}"
-            + (f" x {chunks} virtual)" if chunks > 1 else ")"),
-        )
+    _check_stages(config)
     if config.max_position_embeddings and config.max_position_embeddings < config.seq_length:
         raise BadInput(
             f"--max-position-embeddings: found {config.max_position_embeddings}; allowed: "
             f"--seq-length ({config.seq_length}) or more"
         )
     _check_numbers(config)
+
+
+def _check_stages(config: LengenConfig) -> None:
+    """Every chunk of a pipeline has layers, and those not set apart have equally many."""
+    stages = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    ends = {
+        "--decoder-first-pipeline-num-layers": config.num_layers_in_first_pipeline_stage,
+        "--decoder-last-pipeline-num-layers": config.num_layers_in_last_pipeline_stage,
+    }
+    given = {flag: layers for flag, layers in ends.items() if layers is not None}
+    for flag, found in {"--num-virtual-stages-per-pipeline-rank": chunks - 1, **given}.items():
+        require(not found or stages > 1, f"{flag}: needs --pipeline-model-parallel-size above 1")
+    if given:
+        left, others = config.num_layers - sum(given.values()), stages - len(given)
+        require(
+            left == 0 if others == 0 else left > 0 and left % others == 0,
+            f"--num-layers: found {config.num_layers}; allowed: {' + '.join(given)} "
+            f"({sum(given.values())}) and equal shares for the other {others} stages",
+        )
+    elif config.pipeline_model_parallel_layout is None:
+        require(
+            config.num_layers % (stages * chunks) == 0,
+            f"--num-layers: found {config.num_layers}; allowed: multiples of the pipeline's "
+            f"{stages * chunks} chunks (--pipeline-model-parallel-size {stages}"
+            + (f" x {chunks} virtual)" if chunks > 1 else ")"),
+        )
 
 
 def _check_parts_of_rows(config: LengenConfig) -> None:
@@ -268,6 +281,11 @@ def _check_unsupported(config: LengenConfig) -> None:
         not config.layernorm_zero_centered_gamma,
         "--apply-layernorm-1p: not available; gains are stored as they multiply",
     )
+    for module in config.recompute_modules or ():
+        require(
+            module in _RECOMPUTED,
+            f"--recompute-modules: found {module}; allowed: {', '.join(_RECOMPUTED)}",
+        )
     require(
         "layernorm" not in (config.recompute_modules or ()) or have_transformer_engine(),
         "--recompute-modules: found layernorm; recomputing norms needs Transformer Engine",

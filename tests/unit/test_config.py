@@ -50,7 +50,18 @@ REFUSED = [
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
         "--num-layers: found 4; .*6 chunks .*x 3 virtual",
     ),
-    ({"virtual_pipeline_model_parallel_size": 2}, "--num-virtual-stages-per-pipeline-rank"),
+    ({"virtual_pipeline_model_parallel_size": 2}, "--num-virtual-stages-per-pipeline-rank: needs"),
+    ({"virtual_pipeline_model_parallel_size": 0}, "--num-virtual-stages-per-pipeline-rank: found"),
+    ({"num_layers_in_first_pipeline_stage": 2}, "--decoder-first-pipeline-num-layers: needs"),
+    ({"num_layers_in_last_pipeline_stage": 0}, "--decoder-last-pipeline-num-layers: found 0"),
+    (
+        {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1},
+        r"--num-layers: found 4; .*--decoder-first-pipeline-num-layers \(1\) .*other 2 stages",
+    ),
+    (
+        {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 4},
+        "--num-layers: found 4; .*--decoder-last-pipeline-num-layers",
+    ),
     ({"context_parallel_size": 0}, "--context-parallel-size: found 0"),
     (
         {"context_parallel_size": 5},
@@ -133,6 +144,16 @@ REFUSED = [
     ({"normalization": "LayerNorm"}, "--normalization: found LayerNorm"),
     ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
     ({"recompute_granularity": "half"}, "half"),
+    ({"recompute_num_layers": 0}, "--recompute-num-layers: found 0"),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "--recompute-modules: found moe; allowed: core_attn, mlp, layernorm",
+    ),
+    ({"rotary_base": float("inf")}, "--rotary-base: found inf"),
+    ({"layernorm_epsilon": float("nan")}, "--norm-epsilon: found nan"),
+    ({"init_method_std": float("nan")}, "--init-method-std: found nan"),
+    ({"num_layers": 4097}, "--num-layers: found 4097; allowed: up to 4096"),
+    ({"seed": -1}, "--seed: found -1"),
     (
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
         "--recompute-modules: found layernorm",
@@ -162,6 +183,9 @@ def test_what_cannot_work_is_refused_in_one_line(monkeypatch, changes, message):
         {"sliding_window": 1},
         {"max_position_embeddings": 4096},
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+        {"seed": 2**32 - 1},
+        {"seq_length": 1},
     ],
     ids=str,
 )

@@ -67,7 +67,7 @@ REFUSED = {
     "--load /nonexistent": "--load: found no checkpoint in /nonexistent",
     "--ckpt-step 3": "--ckpt-step: needs --load",
     "--vocab-size 0": "--vocab-size",
-    "--tensor-model-parallel-size 2": "--tensor-model-parallel-size 2 .*found 1 process",
+    "--tensor-model-parallel-size 2": "--tensor-model-parallel-size 2: found 1 process",
     "--pipeline-model-parallel-size 2": "--pipeline-model-parallel-size 2: found 1 process",
     "--exit-duration-in-mins 0": "--exit-duration-in-mins: found 0",
     "--distributed-timeout-minutes 0": "--distributed-timeout-minutes: found 0",
@@ -76,7 +76,63 @@ REFUSED = {
     "--dropout-variant vpad --dropout-rate -0.1": "--dropout-rate: found -0.1",
     "--sliding-window 0": "--sliding-window: found 0",
     "--num-query-groups 3": "--num-query-groups",
+    "--max-skipped-steps -1": "--max-skipped-steps: found -1",
+    "--rerun-mode validate_results": "--rerun-mode validate_results: needs --save",
+    # numbers that are none, or that nothing can hold
+    "--num-layers 4.0": "--num-layers: found '4.0'; allowed: a whole number",
+    "--num-layers 1e3": "--num-layers: found '1e3'; allowed: a whole number",
+    "--hidden-size 0x20": "--hidden-size: found '0x20'; allowed: a whole number",
+    "--seq-length \u00b2": "--seq-length: found '\u00b2'; allowed: a whole number",
+    "--lr 1,0": "--lr: found '1,0'; allowed: a number",
+    "--lr 1e400": "--lr: found inf; allowed: a rate above 0",
+    "--num-layers 4097": "--num-layers: found 4097; allowed: up to 4096",
+    "--no-rope-freq [0]*9999999999999": "--no-rope-freq: .*; allowed: up to 4096 layers",
+    "--seq-length 9999999999": "--seq-length: found 9999999999; allowed: up to 2147483647",
+    "--vocab-size 9999999999": "--vocab-size: found 9999999999; allowed: 1 up to 2147483647",
+    "--train-iters 9999999999": "--train-iters: found 9999999999 x .*up to 4294967295 samples",
+    "--micro-batch-size 9999999999 --global-batch-size 9999999999": "--train-iters: .*samples",
+    "--eval-iters 9999999999": "--eval-iters: found 9999999999 x --global-batch-size 4",
+    "--num-workers 100000": "--num-workers: found 100000; allowed: 0 to 1024",
+    "--seed -1": "--seed: found -1; allowed: 0 to 4294967295",
+    "--seed 4294967296": "--seed: found 4294967296; allowed: 0 to 4294967295",
+    "--weight-decay nan": "--weight-decay: found nan; allowed: 0 or more",
+    "--weight-decay inf": "--weight-decay: found inf",
+    "--clip-grad nan": "--clip-grad: found nan",
+    "--adam-beta1 nan": "--adam-beta1: found nan",
+    "--adam-eps 0": "--adam-eps: found 0",
+    "--adam-eps nan": "--adam-eps: found nan",
+    "--lr-warmup-fraction nan": "--lr-warmup-fraction: found nan",
+    "--exit-duration-in-mins nan": "--exit-duration-in-mins: found nan",
+    "--distributed-timeout-minutes nan": "--distributed-timeout-minutes: found nan",
+    "--distributed-timeout-minutes inf": "--distributed-timeout-minutes: found inf",
+    "--distributed-timeout-minutes 1e-9": "--distributed-timeout-minutes: found 1e-09",
+    "--split inf,1": "--split: found inf,1",
+    "--split 1,,1": "--split: found 1,,1",
+    # names that are nearly right
+    "--num-layrs 4": "--num-layrs: unrecognized; did you mean --num-layers",
+    "--batch-size 4": "--batch-size: unrecognized; did you mean --micro-batch-size",
+    "--fp16": "--fp16: unrecognized; did you mean --bf16",
+    "--dropoutrate=0.1 -lr 3": "--dropoutrate: .* --dropout-rate.*, -lr: .*did you mean --lr",
+    "--zzzzzz 3": "--zzzzzz: unrecognized \\(",
+    "stray": "stray: found where a flag was expected",
+    "--lr -1e-3": "--lr: found no value .*--lr=-1",
+    "--lr-decay-style COSINE": "--lr-decay-style: found COSINE; allowed: constant, linear, cosine",
+    "--dropout-variant VPAD --dropout-rate 0.1": "--dropout-variant: found VPAD; allowed: .*vpad",
+    # what is given twice: the last one counts
+    "--train-iters 10 --train-iters 0": "--train-iters: found 0",
+    # files
+    "--load /etc/hostname": "--load: found no checkpoint in /etc/hostname",
+    "--save /etc/hostname/x": "--save: cannot write to /etc/hostname/x",
+    "--metrics-jsonl /etc/hostname/x": "--metrics-jsonl: found the file /etc/hostname",
+    "--tensorboard-dir /etc/hostname": "--tensorboard-dir: found the file /etc/hostname",
+    "--data-cache-path /etc/hostname": "--data-cache-path: found the file /etc/hostname",
+    "--tokenizer-type HuggingFaceTokenizer": "--tokenizer-model: not given with --tokenizer-type",
+    "--tokenizer-type Bert": "--tokenizer-type: found Bert; allowed: HuggingFaceTokenizer",
+    "--transformer-impl transformer_engine": "--transformer-impl: found transformer_engine",
+    "--rerun-mode report_stats": "--rerun-mode: found report_stats; allowed: disabled, validate_r",
 }
+# Empty texts, as a shell makes of a variable that is not set.
+EMPTY = ("--save", "--load", "--dropout-layers", "--dropout-apply-to", "--split", "--num-layers")
 WITHOUT = {
     "--mock-data": "data: found none; allowed: one of --data-path",
     "--lr": "--lr: not given",
@@ -95,10 +151,17 @@ def without(flag: str) -> str:
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_refused_in_one_line(flags):
+def test_refused_in_one_line(flags, monkeypatch):
+    monkeypatch.setattr(arguments, "have_transformer_engine", lambda: False)
     with pytest.raises(BadInput, match=REFUSED[flags]) as caught:
         settings_of(flags)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", EMPTY)
+def test_an_empty_value_is_refused(flag):
+    with pytest.raises(BadInput, match=f"{flag}: found ''; allowed: a "):
+        arguments.parse_settings([*f"{MODEL} {RUN}".split(), flag, ""], "test")
 
 
 @pytest.mark.parametrize("flag", WITHOUT)
