@@ -75,7 +75,10 @@ def all_runs(processes: int) -> list[Run]:
         ]
     for layout, (needed, flags, kinds) in LAYOUTS.items():
         if needed == processes:
-            runs += [Run(f"{layout}-{k}", f"{STEPS} {flags} {DROPOUT[k]}") for k in kinds]
+            runs += [
+                Run(f"{layout}-{k}", f"{STEPS} {flags} {DROPOUT[k]}", dump=k == "vpad")
+                for k in kinds
+            ]
     for layout, (needed, flags) in RECOMPUTED.items():
         for kind in RECOMPUTED_KINDS if needed == processes else ():
             for how, recompute in (("full", FULL), ("selective", SELECTIVE)):
@@ -87,9 +90,6 @@ def all_runs(processes: int) -> list[Run]:
             for kind, kind_flags in STEPS_OF.items():
                 flags_of_step = f"{SINGLE_STEP} {flags} {kind_flags}"
                 runs.append(Run(f"step-{kind}{layout}", flags_of_step, dump=True))
-            flags_of_twenty = f"--train-iters 20 {flags} {DROPOUT['vpad']}"
-            runs.append(Run(f"twenty-{layout}", flags_of_twenty, dump=True))
-        runs.append(Run("twenty-dp", f"--train-iters 20 {DROPOUT['vpad']}", dump=True))
     return runs
 
 
@@ -168,7 +168,7 @@ def test_every_gradient_is_that_of_one_process(folder, layout, kind):
 @pytest.mark.parametrize("layout", ["tp", "sp", "dp", "cp"])
 def test_replicas_stay_bitwise_equal(folder, layout):
     """Norm gains and, under data parallelism, everything: after twenty steps with dropout."""
-    one, other = dumps(folder, f"twenty-{layout}", 2)
+    one, other = dumps(folder, f"{layout}-vpad", 2)
     replicated = [n for n, dim in one["shards"].items() if dim is None or layout in ("dp", "cp")]
     assert any("layernorm" in name for name in replicated)
     for name in replicated:
@@ -177,6 +177,6 @@ def test_replicas_stay_bitwise_equal(folder, layout):
 
 
 def test_tied_tables_stay_equal_over_pipeline_stages(folder):
-    one, other = dumps(folder, "twenty-pp", 2)
+    one, other = dumps(folder, "pp-vpad", 2)
     table = "embedding.word_embeddings.weight"
     assert torch.equal(one["parameters"][table], other["parameters"][table])
