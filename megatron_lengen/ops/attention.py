@@ -1,9 +1,8 @@
-"""Attention without an S x S tensor: the quickest way that serves a weighting.
+"""Attention without an S x S tensor, by the backend that `ops.attention_choice` names.
 
-Softmax over a causal window goes through PyTorch's own kernels: blocks of queries against their
-own and the previous block's keys where there is a window, the causal kernel, which tiles by
-itself, where there is none. Everything else goes through `ops.tiles`. Memory grows linearly with
-the length. Shapes as in `ops.weighting`.
+Softmax over a causal window goes through PyTorch's own kernels here: blocks of queries against
+their own and the previous block's keys where there is a window, the causal kernel, which tiles by
+itself, where there is none. Memory grows linearly with the length. Shapes as in `ops.weighting`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lengen.ops.attention_choice import choose_aloud, request_of
 from megatron_lengen.ops.tiles import tiled_attention
 from megatron_lengen.ops.weighting import Weighting, check_shapes, repeat_heads
 
@@ -31,9 +31,31 @@ def attention(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
     Returns:
         [b, hq, sq, d], in q's dtype.
     """
-    if weighting.plain:
+    check_shapes(q, k, v)
+    backend = choose_aloud(request_of(q, k, weighting))
+    if backend == "blocks":
         return causal_attention(q, k, v, weighting.window, weighting.scale)
+    if backend == "flex":
+        from megatron_lengen.ops.attention_flex import flex_attention
+
+        return flex_attention(q, k, v, weighting)
+    if backend == "triton":
+        from megatron_lengen.ops.entmax_triton import entmax_attention
+
+        return entmax_attention(q, k, v, weighting)
+    if backend == "adasplash":
+        return _adasplash(q, k, v, weighting)
     return tiled_attention(q, k, v, weighting)
+
+
+def _adasplash(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
+    """The package's kernels, whose scale is fixed at 1 / sqrt(d): another goes into the queries."""
+    from adasplash import adasplash
+
+    factor = weighting.scale_for(q) * q.shape[-1] ** 0.5
+    if factor != 1:
+        q = q * factor
+    return adasplash(*(x.contiguous() for x in (q, k, v)), alpha=weighting.alpha, is_causal=True)
 
 
 def window_mask(sq: int, sk: int, window: int | None, device: torch.device) -> Tensor:

@@ -104,12 +104,6 @@ class Weighting:
         if self.alpha != 1:
             check_alpha(self.alpha)
 
-    @property
-    def plain(self) -> bool:
-        """Whether this is softmax over a causal window and nothing else."""
-        extras = (self.slopes, self.documents, self.dropout)
-        return self.alpha == 1 and all(extra is None for extra in extras)
-
     def of_keys(self, first: int, last: int) -> Weighting:
         """The same for keys first .. last - 1 of those at hand."""
         documents, dropout = self.documents, self.dropout
