@@ -60,6 +60,7 @@ ARCHITECTURE_FIELDS = (
     "query_scaling_log_base",
     "query_scaling_proj_bias",
     "query_scaling_weight_scale",
+    "query_scaling_identity_init",
     "untie_embeddings_and_output_weights",
     "sliding_window",
     "window_attn_skip_freq",

@@ -8,13 +8,15 @@ from typing import Any
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.convert.family import Family
+from megatron_lengen.convert.lengen import Lengen, is_foreign
+from megatron_lengen.convert.llama import Llama
 from megatron_lengen.convert.smollm3 import SmolLM3
 from megatron_lengen.errors import BadInput, require
 
 
 def families() -> tuple[Family, ...]:
     """All known families, in the order in which a model is offered to them."""
-    return (SmolLM3(),)
+    return (SmolLM3(), Llama(), Lengen())
 
 
 def family_named(name: str, flag: str = "--family") -> Family:
@@ -28,13 +30,27 @@ def family_named(name: str, flag: str = "--family") -> Family:
     return known[name]
 
 
-def family_for(config: LengenConfig, name: str | None = None) -> Family:
+def family_of(raw: dict[str, Any]) -> Family:
+    """The family of a folder by its `config.json`, as written."""
+    kind = Lengen.name if is_foreign(raw) else str(raw.get("model_type"))
+    return family_named(kind, "model_type")
+
+
+def family_for(config: LengenConfig, name: str | None = None, source: str | None = None) -> Family:
     """The family to export a model of ours to: the named one, or the first that can.
+
+    Args:
+        config: the model.
+        name: the user's choice.
+        source: family of the model that training began with; it is tried first.
 
     Raises:
         BadInput: saying why none (or not this one) can represent it.
     """
-    candidates = (family_named(name),) if name else families()
+    candidates = list(families())
+    if name:
+        candidates = [family_named(name)]
+    candidates.sort(key=lambda family: family.name != source)
     reasons = []
     for family in candidates:
         reason = family.objection(config)
@@ -60,6 +76,20 @@ def parse_settings(items: Iterable[str]) -> dict[str, Any]:
         require(key not in settings, f"--set: found {key} twice")
         settings[key] = _value(text)
     return settings
+
+
+def parse_renames(items: Iterable[str]) -> dict[str, str]:
+    """`THEIRS=OURS` strings as a dictionary.
+
+    Raises:
+        BadInput: for an item without text on both sides of `=`.
+    """
+    renames: dict[str, str] = {}
+    for item in items:
+        theirs, _, ours = item.partition("=")
+        require(bool(theirs and ours), f"--rename: found {item!r}; allowed: THEIRS=OURS")
+        renames[theirs] = ours
+    return renames
 
 
 def _value(text: str) -> Any:

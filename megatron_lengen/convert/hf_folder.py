@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,30 @@ _HUB_OLD_WEIGHTS = ["pytorch_model*.bin"]
 class HFFolder:
     """A local folder with `config.json` and weights, read tensor by tensor.
 
+    Args:
+        folder: where they are.
+        renames: text to replace in names of tensors, as those who ask know them.
+
     Raises:
-        BadInput: one line naming the file that is missing or damaged.
+        BadInput: one line naming the file that is missing or damaged, or a renaming that cannot be.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, renames: Mapping[str, str] | None = None) -> None:
         self.folder = Path(folder)
         require(self.folder.is_dir(), f"--load: {self.folder} is not a folder")
         require((self.folder / CONFIG).exists(), f"--load: {self.folder} has no {CONFIG}")
         self.raw_config: dict[str, Any] = _read_json(self.folder / CONFIG)
         self._file_of = self._locate()
+        self._stored = _renamed(self._file_of, renames or {})
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors."""
-        return tuple(self._file_of)
+        return tuple(self._stored)
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in the stored dtype."""
-        path = self._path(name)
+        name, path = self._place(name)
         if path.suffix == ".bin":
             return _load_bin(path)[name].clone()
         with _open_safetensors(path) as file:
@@ -51,7 +57,7 @@ class HFFolder:
 
     def meta(self, name: str) -> Tensor:
         """An empty tensor on the meta device with the stored shape and dtype."""
-        path = self._path(name)
+        name, path = self._place(name)
         if path.suffix == ".bin":
             return _load_bin(path)[name].to("meta")
         with _open_safetensors(path) as file:
@@ -60,9 +66,11 @@ class HFFolder:
             dtype = piece[:0].dtype if piece.get_shape() else file.get_tensor(name).dtype
             return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
 
-    def _path(self, name: str) -> Path:
-        require(name in self._file_of, f"{self.folder}: no tensor {name}")
-        return self._file_of[name]
+    def _place(self, name: str) -> tuple[str, Path]:
+        """How the tensor is called in which file."""
+        require(name in self._stored, f"{self.folder}: no tensor {name}")
+        stored = self._stored[name]
+        return stored, self._file_of[stored]
 
     def _locate(self) -> dict[str, Path]:
         for single, index in zip(_SINGLE, _INDEX, strict=True):
@@ -194,6 +202,20 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: damaged ({error})") from error
     require(isinstance(value, dict), f"{path}: not a JSON object")
     return value
+
+
+def _renamed(names: Collection[str], renames: Mapping[str, str]) -> dict[str, str]:
+    """Stored names by what they are called after `renames`."""
+    stored: dict[str, str] = {}
+    for old in renames:
+        require(any(old in name for name in names), f"--rename: found {old}; no tensor has it")
+    for name in names:
+        renamed = name
+        for old, new in renames.items():
+            renamed = renamed.replace(old, new)
+        require(renamed not in stored, f"--rename: {renamed} would be two tensors")
+        stored[renamed] = name
+    return stored
 
 
 def _names(path: Path) -> list[str]:

@@ -71,6 +71,16 @@ def direct(ours: str, theirs: str) -> Rule:
     return Rule(ours, (theirs,), lambda tensor, _: [tensor], lambda tensors, _: tensors[0])
 
 
+def per_head(ours: str, theirs: str) -> Rule:
+    """The same tensor under another name, with a row for every query head."""
+
+    def checked(tensor: Tensor, config: LengenConfig) -> Tensor:
+        _rows(tensor, config.num_attention_heads)
+        return tensor
+
+    return Rule(ours, (theirs,), lambda t, c: [checked(t, c)], lambda t, c: checked(t[0], c))
+
+
 def grouped_qkv(ours: str, q: str, k: str, v: str) -> Rule:
     """Rows grouped per KV group as [n query heads, key, value] <-> q, k and v apart.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from megatron_lengen.convert.reader import Checkpoint, open_checkpoint
 from megatron_lengen.convert.staging import check_target, staged_folder
 from megatron_lengen.convert.tokens import ID_KEYS, export_tokenizer, within_vocabulary
 from megatron_lengen.convert.verify import Verified, verify_models
-from megatron_lengen.errors import BadInput, require
+from megatron_lengen.errors import require
 
 DTYPES: dict[str, torch.dtype | None] = {
     "keep": None,
@@ -84,12 +85,18 @@ def checkpoint_to_hf(
         for name, tensor in source.their_tensors():
             writer.add(name, tensor)
         writer.close()
+        if source.family.code is not None:
+            shutil.copyfile(source.family.code, folder / source.family.code.name)
         card = model_card(save.name, source.checkpoint.info, hf)
         (folder / "README.md").write_text(card, encoding="utf-8")
         result = None
         if verify:
+            model_class = source.family.model_class(folder)
             result = verify_models(
-                source.config, source.family, source.our_tensor, lambda: load_hf_fp32(folder)
+                source.config,
+                source.family,
+                source.our_tensor,
+                lambda: load_hf_fp32(folder, model_class),
             )
             report(f"verified: {result}")
     report(f"{source.checkpoint.folder} -> {save} ({source.family.name}, {hf['dtype']})")
@@ -110,39 +117,28 @@ def load_checkpoint_as_hf(
         BadInput: if it cannot be read or no Hugging Face family represents it.
     """
     source = _Source(open_checkpoint(path, iteration), dtype, None, None)
-    model, loading = load_state_dict_as_hf(source.hf_config, dict(source.their_tensors()))
+    model, loading = load_state_dict_as_hf(
+        source.hf_config, dict(source.their_tensors()), source.family.model_class()
+    )
     lost = sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"])
     require(not lost, f"{source.checkpoint.folder}: not matched: {', '.join(lost[:5])}")
     return model.eval()
 
 
-def load_hf_fp32(folder: Path, hf: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-    """A folder's model in fp32 with transformers' loading report.
-
-    Args:
-        hf: a configuration to use instead of the folder's own.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder) if hf is None else AutoConfig.for_model(**hf)
+def load_hf_fp32(folder: Path, model_class: Any) -> tuple[Any, dict[str, Any]]:
+    """A folder's model in fp32 with transformers' loading report."""
     with quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, output_loading_info=True
-        )
+        return model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
 
 
 def load_state_dict_as_hf(
-    hf: Mapping[str, Any], tensors: dict[str, Tensor]
+    hf: Mapping[str, Any], tensors: dict[str, Tensor], model_class: Any
 ) -> tuple[Any, dict[str, Any]]:
     """A model from a configuration and tensors, in the configuration's dtype."""
-    import transformers
-
-    config = transformers.AutoConfig.for_model(**hf)
-    model_class = getattr(transformers, hf["architectures"][0])
     with quiet_transformers():
         return model_class.from_pretrained(
             None,
-            config=config,
+            config=model_class.config_class.from_dict(dict(hf)),
             state_dict=tensors,
             dtype=getattr(torch, hf["dtype"]),
             output_loading_info=True,
@@ -188,9 +184,9 @@ class _Source:
         self.checkpoint = checkpoint
         self._dtype = chosen_dtype(dtype)
         config = checkpoint.config()
-        self.family: Family = family_for(config, family)
+        source = checkpoint.info.get("source", {}).get("family")
+        self.family: Family = family_for(config, family, source)
         hf = self.family.hf_config(config)
-        _check_map(config, self.family, hf)
         if settings:
             hf = self.family.apply(hf, dict(settings))
             config = config_from_architecture(self.family.architecture(hf))
@@ -240,13 +236,6 @@ class _Source:
             meta = self.checkpoint.meta(rule.ours)
             sizes[meta.dtype] += meta.numel()
         return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-
-
-def _check_map(config: LengenConfig, family: Family, hf: dict[str, Any]) -> None:
-    """The configuration read back must be the one that was written."""
-    back = config_from_architecture(family.architecture(hf))
-    if back.layer_pattern() != config.layer_pattern():
-        raise BadInput(f"to-hf: {family.name} does not keep the pattern of layers")
 
 
 def _with_ids(

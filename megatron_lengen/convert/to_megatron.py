@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_lengen.config import LengenConfig, config_from_architecture
-from megatron_lengen.convert.families import family_named
+from megatron_lengen.convert.families import family_named, family_of
 from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.hf_folder import HFFolder, fetch_folder
+from megatron_lengen.convert.lengen import is_foreign
 from megatron_lengen.convert.mapping import Rule, pad_vocabulary
 from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.convert.to_hf import (
@@ -20,6 +21,7 @@ from megatron_lengen.convert.to_hf import (
     chosen_dtype,
     load_hf_fp32,
     load_state_dict_as_hf,
+    quiet_transformers,
 )
 from megatron_lengen.convert.tokens import ID_KEYS, importer
 from megatron_lengen.convert.verify import Verified, verify_models
@@ -39,6 +41,8 @@ def hf_to_checkpoint(
     verify: bool = True,
     force: bool = False,
     family: str | None = None,
+    renames: Mapping[str, str] | None = None,
+    trust_remote_code: bool = False,
     report: Callable[[str], None] = print,
 ) -> Verified | None:
     """Write a Hugging Face model as a checkpoint from which training starts at iteration 0.
@@ -52,6 +56,8 @@ def hf_to_checkpoint(
         verify: compare logits with Hugging Face's model before publishing.
         force: replace an existing `release/`.
         family: source family; the configuration's `model_type` if None.
+        renames: text to replace in names of tensors, for checkpoints whose names differ.
+        trust_remote_code: run the code that a model of somebody else's brings, to compare with it.
         report: receives lines for the user.
 
     Returns:
@@ -61,7 +67,13 @@ def hf_to_checkpoint(
         BadInput: for anything that cannot be read, written or represented.
         VerificationError: if the two models differ; nothing is published then.
     """
-    source = _Source(HFFolder(fetch_folder(load, revision)), dtype, dict(settings or {}), family)
+    folder = HFFolder(fetch_folder(load, revision), renames)
+    source = _Source(folder, dtype, dict(settings or {}), family)
+    require(
+        trust_remote_code or not verify or not source.foreign,
+        f"to-megatron: only the code in {load} can say whether the conversion is right; allowed: "
+        "--trust-remote-code to run it, or --no-verify",
+    )
     results: list[Verified] = []
 
     def check(folder: Path) -> None:
@@ -71,9 +83,19 @@ def hf_to_checkpoint(
             stored = written.read(key)
             return pad_vocabulary(stored, source.config) if key in VOCABULARY_TABLES else stored
 
-        results.append(verify_models(source.config, source.family, tensor, source.load_theirs))
+        results.append(
+            verify_models(
+                source.config, source.family, tensor, source.load_theirs, foreign=source.foreign
+            )
+        )
 
-    details = {"source": {"name": _public_name(load, revision), "token_ids": source.token_ids}}
+    details = {
+        "source": {
+            "name": _public_name(load, revision),
+            "family": source.family.name,
+            "token_ids": source.token_ids,
+        }
+    }
     written = write_release(
         save,
         source.config,
@@ -98,12 +120,14 @@ class _Source:
     ) -> None:
         self.folder = folder
         self._dtype = chosen_dtype(dtype)
-        kind = str(folder.raw_config.get("model_type"))
-        self.family: Family = family_named(family or kind, "--family" if family else "model_type")
+        raw = folder.raw_config
+        self.family: Family = family_named(family) if family else family_of(raw)
+        self.family.check_source(raw, settings)
+        self.foreign = is_foreign(raw)
         effective = effective_config(folder.folder, self.family)
         self._was_tied = bool(effective["tie_word_embeddings"])
         self._hf = self.family.apply(effective, settings)
-        self._changed = bool(settings)
+        self._changes = {k: v for k, v in self._hf.items() if v != effective.get(k)}
         self.config: LengenConfig = config_from_architecture(self.family.architecture(self._hf))
         reason = self.family.objection(self.config)
         require(reason is None, f"to-megatron: {self.family.name} does not have {reason}")
@@ -129,13 +153,31 @@ class _Source:
 
     def load_theirs(self) -> tuple[Any, dict[str, Any]]:
         """Hugging Face's own reading of the folder, with the settings and dtype of the user."""
-        if self._dtype is None and not self._changed:
-            return load_hf_fp32(self.folder.folder)
+        if self.foreign:
+            return self._load_with_its_code()
+        model_class = self.family.model_class()
+        if self._dtype is None and not self._changes:
+            return load_hf_fp32(self.folder.folder, model_class)
         names = [name for rule in self._rules.values() for name in rule.theirs]
         tensors = {name: self._cast(self.folder.read(self._stored(name))).float() for name in names}
         architectures = self._hf.get("architectures") or self.folder.raw_config["architectures"]
         hf = {**self._hf, "architectures": architectures, "dtype": "float32"}
-        return load_state_dict_as_hf(hf, tensors)
+        return load_state_dict_as_hf(hf, tensors, model_class)
+
+    def _load_with_its_code(self) -> tuple[Any, dict[str, Any]]:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(self.folder.folder, trust_remote_code=True)
+            for name, value in self._changes.items():
+                setattr(config, name, value)
+            return AutoModelForCausalLM.from_pretrained(
+                self.folder.folder,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=True,
+                output_loading_info=True,
+            )
 
     def _stored(self, name: str) -> str:
         """Where a tensor lies; the head of a tied model that gets untied is its embedding."""
@@ -183,17 +225,12 @@ def effective_config(folder: Path, family: Family) -> dict[str, Any]:
     Raises:
         BadInput: if transformers refuses it.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(folder)
+        with quiet_transformers():
+            config = family.model_class().config_class.from_pretrained(folder)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise BadInput(f"{folder / 'config.json'}: refused by transformers: {reason}") from error
-    require(
-        config.model_type == family.name,
-        f"--family: found {family.name}; {folder} is a {config.model_type}",
-    )
     return config.to_dict()
 
 

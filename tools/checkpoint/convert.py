@@ -36,6 +36,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     to_megatron.add_argument("--load", required=True, help="folder or hub id")
     to_megatron.add_argument("--save", required=True, help="checkpoint folder (gets release/)")
     to_megatron.add_argument("--revision", help="branch, tag or commit of a hub id")
+    to_megatron.add_argument(
+        "--rename",
+        metavar="THEIRS=OURS",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="replace text in names of tensors, for checkpoints whose names differ",
+    )
+    to_megatron.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that a scaled model of somebody else's brings, to compare with it",
+    )
     for way in (to_hf, to_megatron):
         way.add_argument("--dtype", default="keep", choices=["keep", "bf16", "fp32"])
         way.add_argument(
@@ -56,7 +69,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run one conversion; 1 if the two models differ."""
     args = parse_arguments()
-    from megatron_lengen.convert.families import parse_settings
+    from megatron_lengen.convert.families import parse_renames, parse_settings
     from megatron_lengen.convert.verify import VerificationError
 
     common = {
@@ -76,7 +89,14 @@ def main() -> int:
         else:
             from megatron_lengen.convert.to_megatron import hf_to_checkpoint
 
-            hf_to_checkpoint(args.load, args.save, revision=args.revision, **common)
+            hf_to_checkpoint(
+                args.load,
+                args.save,
+                revision=args.revision,
+                renames=parse_renames(args.rename),
+                trust_remote_code=args.trust_remote_code,
+                **common,
+            )
     except VerificationError as error:
         print(f"error: {error}; nothing was written", file=sys.stderr)
         return 1

@@ -211,8 +211,8 @@ def test_bad_settings_are_refused(items, message, tmp_path):
 
 def test_other_rope_types_are_refused(tmp_path):
     hf = FAMILY.hf_config(make_config())
-    hf["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    with pytest.raises(BadInput, match="found rope_type yarn; allowed: default"):
+    hf["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    with pytest.raises(BadInput, match="found rope_type linear; allowed: default, yarn"):
         FAMILY.architecture(hf)
 
 
