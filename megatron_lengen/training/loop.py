@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import torch
@@ -16,7 +18,7 @@ from torch.utils.data import Dataset
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.data.datasets import build_datasets, micro_batches
-from megatron_lengen.errors import is_first_rank
+from megatron_lengen.errors import BadInput, is_first_rank
 from megatron_lengen.runtime import distributed, host
 from megatron_lengen.runtime.watch import Watch
 from megatron_lengen.training.arguments import Settings
@@ -51,7 +53,8 @@ class Trainer:
         self, settings: Settings, model_provider: ModelProvider, watch: Watch | None = None
     ) -> None:
         self.settings, self.watch = settings, watch
-        self.engine = _engine(settings, model_provider(settings.model))
+        with _fits_into_memory(settings):
+            self.engine = _engine(settings, model_provider(settings.model))
         self.progress = self.engine.load()
         self.train_set, self.valid_set = self._datasets()
         self.saver = Saver(settings, self.engine, self.progress)
@@ -186,6 +189,24 @@ class Trainer:
             f"{training.global_batch_size} x {config.seq_length} tokens",
             flush=True,
         )
+
+
+@contextlib.contextmanager
+def _fits_into_memory(settings: Settings) -> Iterator[None]:
+    """Say in one line that weights, gradients and optimizer need more memory than there is."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in text:
+            raise
+        found = re.search(r"allocate ([\d.]+ ?\w+)", text)
+        raise BadInput(
+            f"--num-layers {settings.model.num_layers} --hidden-size {settings.model.hidden_size}: "
+            f"the model does not fit into memory (asked for {found[1] if found else 'more'} at "
+            "once); allowed: a smaller one, or more processes in --tensor-model-parallel-size or "
+            "--pipeline-model-parallel-size"
+        ) from error
 
 
 def _engine(settings: Settings, chunks: list[nn.Module]) -> Engine:
