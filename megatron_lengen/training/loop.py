@@ -198,7 +198,8 @@ def _fits_into_memory(settings: Settings) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in text:
+        signs = ("allocate memory", "Storage size calculation overflowed")
+        if not isinstance(error, torch.OutOfMemoryError) and not any(s in text for s in signs):
             raise
         found = re.search(r"allocate ([\d.]+ ?\w+)", text)
         raise BadInput(

@@ -209,6 +209,8 @@ def test_defaults_that_follow_from_others(monkeypatch):
         "--lr-decay-style WSD",
         "--dropout-variant vpad --dropout-rate 1.0",
         "--num-layers x",
+        "--hidden-size 200000000",  # more than any machine can address
+        "--hidden-size 2147483640",
     ],
 )
 def test_the_script_leaves_with_2_and_one_line(flags):
