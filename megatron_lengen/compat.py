@@ -73,5 +73,5 @@ def package_version(name: str) -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Versions worth writing into checkpoints and results."""
-    names = ("megatron-lengen", "megatron-core", "torch", "transformer-engine", "transformers")
-    return {name: package_version(name) for name in names}
+    names = "megatron-lengen megatron-core torch transformer-engine transformers deepspeed"
+    return {name: package_version(name) for name in names.split()}
