@@ -11,13 +11,39 @@ of the MLP, of queries and of keys (or values), and the vocabulary, each over TP
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import require
 from megatron_lengen.ops.attention import MIN_BLOCK, QUERY_CHUNK
+from megatron_lengen.ops.attention_choice import Request, choose
 from megatron_lengen.ops.tiles import QUERY_TILE, TILE_SCORES
 from megatron_lengen.ops.variants import get_variant
+
+
+@dataclass(frozen=True)
+class Step:
+    """How data parallelism divides a step.
+
+    Args:
+        data_parallel_size: replicas, context parallelism not counted.
+        micro_batch_size: rows of a micro-batch.
+        micro_batches: micro-batches of a step on each replica.
+        distributed_optimizer: whether replicas share the optimizer's state.
+        zero_stage: DeepSpeed's ZeRO stage instead: 1 shares the optimizer's state, 2 the gradients
+            too, 3 the weights too; 0 for Megatron's data parallelism.
+        device: `cuda` or `cpu`, which attention's backend depends on.
+    """
+
+    data_parallel_size: int
+    micro_batch_size: int
+    micro_batches: int
+    distributed_optimizer: bool = False
+    zero_stage: int = 0
+    device: str = "cuda"
 
 
 class Sizes(NamedTuple):
@@ -34,11 +60,11 @@ class Sizes(NamedTuple):
     v: int
 
     @classmethod
-    def of(cls, config: LengenConfig, micro_batch_size: int) -> Sizes:
-        """The sizes of a configuration's layout."""
+    def of(cls, config: LengenConfig, step: Step | None = None) -> Sizes:
+        """The sizes of a configuration's layout; without a step, those of one row."""
         tp = config.tensor_model_parallel_size
         row = config.seq_length // config.context_parallel_size
-        tokens = row * micro_batch_size
+        tokens = row * (step.micro_batch_size if step else 1)
         assert config.kv_channels and config.ffn_hidden_size and config.num_query_groups
         return cls(
             e=2 if config.bf16 else 4,
@@ -73,11 +99,11 @@ class LayerMemory(NamedTuple):
     working: int
 
 
-def layer_memory(config: LengenConfig, layer: int, micro_batch_size: int) -> LayerMemory:
+def layer_memory(config: LengenConfig, layer: int, step: Step) -> LayerMemory:
     """What a layer holds without full recomputation (whole layers: `chunk_memory`)."""
-    z = Sizes.of(config, micro_batch_size)
+    z = Sizes.of(config, step)
     norms = _norms(config, z)
-    attention = _attention(config, z, layer)
+    attention = _attention(config, z, layer, step.device)
     mlp = _mlp(config, z)
     selected: Collection[str] = ()
     if config.recompute_granularity == "selective":
@@ -132,11 +158,8 @@ class _Attention(NamedTuple):
     gradients: int
 
 
-def _attention(config: LengenConfig, z: Sizes, layer: int) -> _Attention:
-    """Values stay a view of the fused projection's output, which is kept whole for them.
-
-    Grouped keys and values are repeated for every query head, which frees what they came from.
-    """
+def _attention(config: LengenConfig, z: Sizes, layer: int, device: str) -> _Attention:
+    """Values stay a view of the fused projection's output, which is kept whole for them."""
     kind = config.layer_pattern()[layer]
     grouped = z.q > z.k
     output = z.t * z.q * z.e
@@ -144,49 +167,61 @@ def _attention(config: LengenConfig, z: Sizes, layer: int) -> _Attention:
     keys_values = z.e * z.t * (z.q + 2 * z.k + (z.k if kind.rope else 0))
     angles = 4 * z.s * _rotary_width(config) * z.e if kind.rope else 0
     given = queries + keys_values + angles
-    sums = 4 * z.t * (z.q // config.kv_channels)
+    heads = z.q // (config.kv_channels or 1)
+    sums = 4 * z.t * heads
+    cp = config.context_parallel_size
+    row = 2 * z.t * cp * z.e  # keys and values of whole rows, a channel
     window = config.sliding_window if kind.windowed else None
-    if not _plain(config, layer):
-        return _tiled(config, z, given, queries + angles)
-    if config.transformer_impl == "transformer_engine":
-        return _Attention(given, given, sums, 4 * output)
-    if config.context_parallel_size > 1:
-        row = 2 * z.t // z.s * config.seq_length * z.e  # keys and values of whole rows, a channel
+    backend = _backend(config, z, layer, device)
+    if backend == "blocks" and cp == 1:
+        # Grouped keys and values are repeated for every query head, which frees what they were.
+        shared = queries + angles + (0 if grouped else keys_values)
+        if window is not None and window < z.s:
+            made = _windowed(z, window, grouped)
+            return _Attention(given, shared, made + sums, made)
+        return _Attention(given, shared, sums + (2 * output if grouped else 0), 4 * output)
+    if backend == "blocks":
         seen, masks = _chunked_keys(config, z, window)
         repeated = 2 * z.t // z.s * seen * z.q * z.e if grouped else row * z.k
         made = repeated + masks * z.e + output + sums
         gradients = output + row * (z.q if grouped else z.k)
         return _Attention(given, queries + angles, made, gradients)
-    shared = queries + angles + (0 if grouped else keys_values)
-    if window is not None and window < z.s:
-        made = _windowed(z, window, grouped)
-        return _Attention(given, shared, made + sums, made)
-    return _Attention(given, shared, sums + (2 * output if grouped else 0), 4 * output)
+    # Every other backend keeps what it is given and a number or two of each query.
+    gathered = row * z.k + output if cp > 1 and backend != "te" else 0
+    shared = queries + angles if gathered else given
+    scores = 0
+    if backend == "tiles":
+        at_once = heads if config.attention_function == "softmax" else 1
+        scores = min(TILE_SCORES, z.t // z.s * at_once * QUERY_TILE * config.seq_length)
+    gradients = 2 * output + 2 * row * z.k + 2 * 4 * scores
+    return _Attention(given, shared, 2 * sums + gathered, gradients)
 
 
-def _plain(config: LengenConfig, layer: int) -> bool:
-    """Whether a layer's attention is softmax over a causal window and nothing else."""
-    return (
-        config.position_embedding_type != "nape"
-        and config.attention_function == "softmax"
-        and config.document_boundaries == "ignore"
-        and layer not in config.attention_dropout_layer_set()
-    )
-
-
-def _tiled(config: LengenConfig, z: Sizes, given: int, queries: int) -> _Attention:
-    """Attention of `ops.tiles`: what it is given and two numbers a query; weights come in tiles."""
+def _backend(config: LengenConfig, z: Sizes, layer: int, device: str) -> str:
+    """The attention of a layer, where Triton and flash-attn are there if there is a GPU."""
+    assert config.kv_channels
+    windowed = config.layer_pattern()[layer].windowed and config.sliding_window is not None
+    has = {
+        "window": windowed and (config.sliding_window or 0) < config.seq_length,
+        "slopes": config.position_embedding_type == "nape",
+        "documents": config.document_boundaries == "mask",
+        "dropout": layer in config.attention_dropout_layer_set(),
+    }
+    te = config.transformer_impl == "transformer_engine"
     cp = config.context_parallel_size
-    heads = z.q // (config.kv_channels or 1)
-    row = 2 * z.t * cp * z.k * z.e  # keys and values of whole rows
-    at_once = heads if config.attention_function == "softmax" else 1
-    scores = min(TILE_SCORES, z.t // z.s * at_once * QUERY_TILE * config.seq_length)
-    return _Attention(
-        given,
-        shared=given if cp == 1 else queries,
-        made=8 * z.t * heads + (row if cp > 1 else 0),
-        gradients=2 * z.t * z.q * z.e + 2 * row + 2 * 4 * scores,
+    request = Request(
+        features=frozenset(name for name, there in has.items() if there),
+        alpha=config.entmax_alpha if config.attention_function == "entmax" else 1.0,
+        device=device,
+        dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        queries=config.seq_length if te or cp == 1 else z.s // 2,
+        keys=config.seq_length,
+        channels=config.kv_channels,
+        te=te,
+        context_parallel=cp > 1,
     )
+    packages = frozenset({"triton", "flash_attn"} if device == "cuda" else ())
+    return choose(request, packages).backend
 
 
 def _windowed(z: Sizes, window: int, grouped: bool) -> int:
@@ -223,15 +258,15 @@ def _rotary_width(config: LengenConfig) -> int:
     return int(config.kv_channels * config.rotary_percent)
 
 
-def chunk_memory(config: LengenConfig, chunk: Chunk, micro_batch_size: int) -> LayerMemory:
+def chunk_memory(config: LengenConfig, chunk: Chunk, step: Step) -> LayerMemory:
     """Layers under the configuration's recomputation, embedding, loss."""
-    z = Sizes.of(config, micro_batch_size)
+    z = Sizes.of(config, step)
     stream = z.u * z.h * z.e
     table = z.v * z.h * z.e  # a gradient of the embedding or the output layer
     tied = chunk.embeds and chunk.predicts and not config.untie_embeddings_and_output_weights
     held = table if tied else 0  # waits for the other gradient of the same weights
     kept = highest = 0
-    for unit in _units(config, chunk, micro_batch_size):
+    for unit in _units(config, chunk, step):
         kept += unit.kept
         highest = max(highest, kept + unit.working + held)
     if chunk.predicts:
@@ -245,10 +280,10 @@ def chunk_memory(config: LengenConfig, chunk: Chunk, micro_batch_size: int) -> L
     return LayerMemory(kept, highest - kept)
 
 
-def _units(config: LengenConfig, chunk: Chunk, micro_batch_size: int) -> Iterator[LayerMemory]:
+def _units(config: LengenConfig, chunk: Chunk, step: Step) -> Iterator[LayerMemory]:
     """The chunk's layers, or groups of layers that are recomputed together, in order."""
-    z = Sizes.of(config, micro_batch_size)
-    layers = [layer_memory(config, layer, micro_batch_size) for layer in chunk.layers]
+    z = Sizes.of(config, step)
+    layers = [layer_memory(config, layer, step) for layer in chunk.layers]
     stream = z.u * z.h * z.e
     if config.recompute_granularity == "full":
         number = config.recompute_num_layers or 1

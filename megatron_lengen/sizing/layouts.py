@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import BadInput, require
-from megatron_lengen.sizing.activations import Sizes
+from megatron_lengen.sizing.activations import Sizes, Step
 from megatron_lengen.sizing.mamba2 import Mamba2Shape, mamba2_memory
-from megatron_lengen.sizing.memory import StageMemory, Step, step_memory
+from megatron_lengen.sizing.memory import StageMemory, step_memory
 from megatron_lengen.sizing.presets import Preset
 from megatron_lengen.sizing.traffic import (
     Traffic,
@@ -53,9 +53,19 @@ class Sizing:
 
 
 def size(
-    flags: Sequence[str], processes: int, mamba2: Mamba2Shape | None = None, zero_stage: int = 0
+    flags: Sequence[str],
+    processes: int,
+    mamba2: Mamba2Shape | None = None,
+    zero_stage: int = 0,
+    device: str = "cuda",
 ) -> Sizing:
     """The numbers of a run with these flags on so many processes.
+
+    Args:
+        flags: those of pretrain_gpt.py.
+        mamba2: sizes of a Mamba2 model, of which the flags say only what training shares.
+        zero_stage: see `Step`; the configuration of `--engine deepspeed` wins.
+        device: what the run computes on.
 
     Raises:
         BadInput: where pretrain_gpt.py would refuse them, or where they are not computed.
@@ -70,6 +80,7 @@ def size(
         settings.micro_batches,
         settings.ddp.use_distributed_optimizer,
         zero_stage,
+        device,
     )
     _check_zero(step, config)
     if mamba2 is None:
@@ -157,16 +168,15 @@ class Machine(NamedTuple):
 _NOT_WORTH_IT = 1.15
 
 
-def choose(
-    preset: Preset, seq_length: int, processes: int, capacity: int, extra: str = ""
-) -> Sizing | None:
+def choose(possible: Sequence[Sizing], capacity: int) -> Sizing | None:
     """The simplest layout that fits `capacity` bytes and should be about as fast as any that does;
     None if none fits."""
     machine = Machine()
-    fitting = [s for s in candidates(preset, seq_length, processes, extra) if s.peak <= capacity]
-    seconds = [relative_time(sizing, machine) for sizing in fitting]
-    good = [s for s, t in zip(fitting, seconds, strict=True) if t <= _NOT_WORTH_IT * min(seconds)]
-    return min(good, key=lambda s: (_complexity(s), relative_time(s, machine)), default=None)
+    seconds = {i: relative_time(s, machine) for i, s in enumerate(possible) if s.peak <= capacity}
+    fastest = min(seconds.values(), default=0.0)
+    good = [i for i, time in seconds.items() if time <= _NOT_WORTH_IT * fastest]
+    best = min(good, key=lambda i: (_complexity(possible[i]), seconds[i]), default=None)
+    return None if best is None else possible[best]
 
 
 def _complexity(sizing: Sizing) -> tuple[int, int, int]:
@@ -182,12 +192,10 @@ def _complexity(sizing: Sizing) -> tuple[int, int, int]:
     return sum(size > 1 for size in cuts), math.prod(cuts), again
 
 
-def candidates(
-    preset: Preset, seq_length: int, processes: int, extra: str = ""
-) -> Iterator[Sizing]:
+def candidates(preset: Preset, seq_length: int, processes: int) -> Iterator[Sizing]:
     """Every layout worth a look, with one row a micro-batch and the preset's tokens a step."""
     rows = max(1, preset.batch_tokens // seq_length)
-    common = f"{preset.flags} --seq-length {seq_length} --global-batch-size {rows} {extra}"
+    common = f"{preset.flags} --seq-length {seq_length} --global-batch-size {rows}"
     if processes > 1:
         common += " --use-distributed-optimizer"
     if preset.mamba2 is not None:
@@ -249,7 +257,7 @@ def _operations(sizing: Sizing) -> float:
     config, step = sizing.settings.model, sizing.step
     tokens = step.micro_batches * step.micro_batch_size * config.seq_length
     stages = config.pipeline_model_parallel_size
-    z = Sizes.of(config, step.micro_batch_size)
+    z = Sizes.of(config, step)
     weights = 6 * max(stage.parameters for stage in sizing.stages)
     if repeats(config, "mlp"):
         weights += 2 * config.num_layers // stages * 3 * z.h * z.f

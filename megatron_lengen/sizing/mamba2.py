@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lengen.sizing.memory import StageMemory, Step, state_bytes
+from megatron_lengen.sizing.activations import Step
+from megatron_lengen.sizing.memory import StageMemory, state_bytes
 
 
 @dataclass(frozen=True)

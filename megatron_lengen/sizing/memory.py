@@ -11,27 +11,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.sizing.activations import Chunk, Sizes, check_computable, chunk_memory
-
-
-@dataclass(frozen=True)
-class Step:
-    """How data parallelism divides a step.
-
-    Args:
-        data_parallel_size: replicas, context parallelism not counted.
-        micro_batch_size: rows of a micro-batch.
-        micro_batches: micro-batches of a step on each replica.
-        distributed_optimizer: whether replicas share the optimizer's state.
-        zero_stage: DeepSpeed's ZeRO stage instead: 1 shares the optimizer's state, 2 the gradients
-            too, 3 the weights too; 0 for Megatron's data parallelism.
-    """
-
-    data_parallel_size: int
-    micro_batch_size: int
-    micro_batches: int
-    distributed_optimizer: bool = False
-    zero_stage: int = 0
+from megatron_lengen.sizing.activations import Chunk, Sizes, Step, check_computable, chunk_memory
 
 
 @dataclass(frozen=True)
@@ -84,7 +64,7 @@ def chunks_of_stage(config: LengenConfig, stage: int) -> list[Chunk]:
 
 def layer_parameters(config: LengenConfig) -> int:
     """Parameters of one layer on one tensor-parallel rank."""
-    z = Sizes.of(config, 1)
+    z = Sizes.of(config)
     fc1 = (2 if config.gated_linear_unit else 1) * z.f
     qkv = z.q + 2 * z.k
     weights = z.h * (qkv + z.q + fc1 + z.f) + 2 * z.h
@@ -97,7 +77,7 @@ def layer_parameters(config: LengenConfig) -> int:
 
 def chunk_parameters(config: LengenConfig, chunk: Chunk) -> int:
     """Parameters of a chunk on one tensor-parallel rank; tied weights that meet count once."""
-    z = Sizes.of(config, 1)
+    z = Sizes.of(config)
     count = len(chunk.layers) * layer_parameters(config)
     if chunk.embeds:
         count += z.v * z.h
@@ -139,12 +119,12 @@ def stage_memory(config: LengenConfig, step: Step, stage: int) -> StageMemory:
     parameters = sum(chunk_parameters(config, chunk) for chunk in chunks)
     replicas = step.data_parallel_size * config.context_parallel_size
     weights, gradients, optimizer = state_bytes(parameters, config.bf16, replicas, step)
-    memory = [chunk_memory(config, chunk, step.micro_batch_size) for chunk in chunks]
+    memory = [chunk_memory(config, chunk, step) for chunk in chunks]
     highest = (0, 0)
     for alive, current in backward_moments(config, stage, step.micro_batches):
         kept = sum(count * memory[index].kept for index, count in alive.items())
         highest = max(highest, (kept, memory[current].working), key=sum)
-    z = Sizes.of(config, step.micro_batch_size)
+    z = Sizes.of(config, step)
     buffer = z.t * z.h * z.e if config.sequence_parallel else 0
     return StageMemory(parameters, weights, gradients, optimizer, buffer, *highest)
 

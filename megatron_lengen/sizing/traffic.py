@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.sizing.activations import Chunk, Sizes
-from megatron_lengen.sizing.memory import Step, chunk_parameters, chunks_of_stage
+from megatron_lengen.sizing.activations import Chunk, Sizes, Step
+from megatron_lengen.sizing.memory import chunk_parameters, chunks_of_stage
 
 
 class Traffic(NamedTuple):
@@ -34,7 +34,7 @@ class Traffic(NamedTuple):
 
 def stage_traffic(config: LengenConfig, step: Step, stage: int) -> Traffic:
     """Bytes that a rank of pipeline stage `stage` sends in a step."""
-    z = Sizes.of(config, step.micro_batch_size)
+    z = Sizes.of(config, step)
     chunks = chunks_of_stage(config, stage)
     count = step.micro_batches
     tensor = count * sum(_tensor_messages(config, z, chunk) for chunk in chunks)
@@ -78,15 +78,16 @@ def bubble(config: LengenConfig, step: Step) -> float:
 def data_traffic(parameters: int, bf16: bool, replicas: int, step: Step) -> int:
     """Gradients summed in fp32 once a step; shared states also gather the new weights.
 
-    ZeRO's stages 2 and 3 sum the gradients of every micro-batch; stage 3 gathers the weights for
-    every forward and backward instead of once.
+    ZeRO's stages 2 and 3 sum the gradients of every micro-batch, stages 1 and 2 whole buckets of
+    them on every rank; stage 3 gathers the weights for every forward and backward instead of once.
     """
     weights, gradients = (2 if bf16 else 4) * parameters, 4 * parameters
     if step.zero_stage == 3:
         sent = step.micro_batches * (gradients + 2 * weights)
-    elif step.zero_stage == 2:
-        sent = step.micro_batches * gradients + weights
-    elif step.distributed_optimizer or step.zero_stage == 1:
+    elif step.zero_stage:
+        sums = step.micro_batches if step.zero_stage == 2 else 1
+        sent = sums * 2 * gradients + weights
+    elif step.distributed_optimizer:
         sent = gradients + weights
     else:
         sent = 2 * gradients

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_lengen.compat import versions
 from megatron_lengen.errors import Parser, require, run_main
-from megatron_lengen.sizing.layouts import Sizing, choose, size
+from megatron_lengen.sizing.layouts import Sizing, candidates, choose, size
 from megatron_lengen.sizing.presets import PRESETS, Preset
 
 GIB = 1 << 30
@@ -43,6 +43,8 @@ LAYOUTS = {
             "",
             "--use-distributed-optimizer",
             "--use-distributed-optimizer --recompute-granularity selective",
+            "--use-distributed-optimizer --recompute-granularity selective "
+            "--recompute-modules core_attn mlp",
             "--use-distributed-optimizer --recompute-granularity full",
             "--use-distributed-optimizer --tensor-model-parallel-size 4",
             "--use-distributed-optimizer --tensor-model-parallel-size 4 --sequence-parallel",
@@ -222,8 +224,9 @@ def choices(names: Sequence[str], markdown: bool) -> list[dict[str, Any]]:
         for length in LENGTHS:
             for gpus in GPU_COUNTS:
                 row = [f"{length // 1024}k", str(gpus)]
+                possible = list(candidates(PRESETS[name], length, gpus))
                 for card, capacity in CARDS.items():
-                    best = choose(PRESETS[name], length, gpus, int(capacity))
+                    best = choose(possible, int(capacity))
                     row += _choice(PRESETS[name], length, gpus, best)
                     found.append(
                         {"preset": name, "length": length, "gpus": gpus, "card": card}
@@ -246,21 +249,25 @@ def _choice(preset: Preset, length: int, gpus: int, best: Sizing | None) -> list
 
 
 def comparisons(quick: bool, markdown: bool) -> list[dict[str, Any]]:
-    """Compare with runs; prints a table and fails where one is off."""
+    """Compare with runs; prints the rank of each that is furthest off, fails beyond tolerances."""
     from memory_check import check  # beside this file; loads the training loop
 
     found = check(quick)
-    head = ["added to the model", "rank", "state, MB", "peak, MB"]
-    head += ["predicted state", "activations", "messages"]
+    head = ["added to the model", "processes", "peak, MB", "state", "activations", "messages"]
+    worst = {  # of a run's ranks
+        (one.processes, one.flags): one
+        for one in sorted(found, key=lambda one: abs(one.activations - 1))
+    }
     rows = [
         [
-            one.flags,
-            f"{one.rank} of {one.processes}",
-            f"{one.state_bytes / 1e6:.1f}",
-            f"{one.peak_bytes / 1e6:.1f}",
-            *(f"{share:.3f}" for share in (one.state, one.activations, one.messages)),
+            worst[key].flags,
+            str(worst[key].processes),
+            f"{worst[key].peak_bytes / 1e6:.0f}",
+            f"{worst[key].state:.3f}",
+            f"{worst[key].activations:.3f}",
+            f"{worst[key].messages:.3f}",
         ]
-        for one in found
+        for key in dict.fromkeys((one.processes, one.flags) for one in found)
     ]
     print(table(head, rows, markdown))
     off = [f"{one.flags} (rank {one.rank})" for one in found if not one.holds]

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lengen.errors import require, run_main
 from megatron_lengen.models.build import build_chunks
-from megatron_lengen.runtime import distributed
+from megatron_lengen.runtime import distributed, host
 from megatron_lengen.sizing.layouts import size
 from megatron_lengen.training.arguments import Settings, parse_settings
 from megatron_lengen.training.loop import Trainer
@@ -125,7 +125,7 @@ def check(quick: bool) -> list[Comparison]:
 def _compare(
     case: str, flags: list[str], processes: int, rank: int, measured: dict[str, Any]
 ) -> Comparison:
-    sizing = size(flags, processes)
+    sizing = size(flags, processes, device=host.device().type)
     stage = rank * len(sizing.stages) // processes  # ranks of a stage are consecutive
     memory = sizing.stages[stage]
     require(

@@ -11,7 +11,7 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import BadInput
 from megatron_lengen.layers.coordinates import set_documents, set_samples
 from megatron_lengen.models.build import build_chunks
-from megatron_lengen.sizing.activations import check_computable, chunk_memory
+from megatron_lengen.sizing.activations import Step, check_computable, chunk_memory
 from megatron_lengen.sizing.memory import chunks_of_stage
 
 pytestmark = pytest.mark.usefixtures("process_groups")
@@ -91,7 +91,7 @@ def test_kept_bytes_are_those_that_autograd_saves(name):
     config = tiny_config(**{**SIZES, **SETTINGS[name]})
     (model,) = build_chunks(config)
     (chunk,) = chunks_of_stage(config, 0)
-    counted = chunk_memory(config, chunk, ROWS).kept
+    counted = chunk_memory(config, chunk, Step(1, ROWS, 1, device="cpu")).kept
     # Token ids, targets and angles that all layers share are not counted.
     assert counted == pytest.approx(saved_bytes(model, config), rel=0.03)
 

@@ -52,10 +52,10 @@ def test_mamba2_has_data_parallelism_only():
 def test_the_choice_fits_and_nothing_is_given_up_without_need():
     everything = list(candidates(SMALL, 4096, 4))
     least = min(sizing.peak for sizing in everything)
-    assert choose(SMALL, 4096, 4, least - 1) is None
-    tight = choose(SMALL, 4096, 4, least)
+    assert choose(everything, least - 1) is None
+    tight = choose(everything, least)
     assert tight is not None and tight.peak == least
-    roomy = choose(SMALL, 4096, 4, 1 << 40)
+    roomy = choose(everything, 1 << 40)
     assert roomy is not None
     config = roomy.settings.model
     # Room for everything: copies of the whole model, nothing computed twice.
@@ -66,5 +66,5 @@ def test_rows_fewer_than_gpus_need_the_model_or_the_rows_cut():
     # 32768 tokens a step are two rows of 16384: at most two replicas.
     found = list(candidates(SMALL, 16384, 8))
     assert found and all(sizing.step.data_parallel_size <= 2 for sizing in found)
-    best = choose(SMALL, 16384, 8, 1 << 40)
+    best = choose(found, 1 << 40)
     assert best is not None and best.settings.model.context_parallel_size > 1

@@ -7,9 +7,9 @@ import torch
 from tiny_models import tiny_config
 
 from megatron_lengen.models.build import build_chunks
+from megatron_lengen.sizing.activations import Step
 from megatron_lengen.sizing.layouts import size
 from megatron_lengen.sizing.memory import (
-    Step,
     backward_moments,
     chunk_parameters,
     chunks_of_stage,

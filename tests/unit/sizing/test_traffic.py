@@ -69,13 +69,13 @@ def test_replicas_send_gradients_and_weights_once_a_step(flags, sent):
     assert sizing.traffic[0].data == 7 / 8 * sent * sizing.stages[0].parameters
 
 
-def test_zero_sends_more_as_it_shares_more():
+def test_zero_sums_every_micro_batch_from_stage_2_on():
     def sent(stage: int) -> int:
         return size(f"{MODEL} --bf16".split(), 4, zero_stage=stage).traffic[0].data
 
     parameters = size(MODEL.split(), 1).stages[0].parameters
-    assert sent(1) == 0.75 * 6 * parameters
-    assert sent(2) == 0.75 * (2 * 4 + 2) * parameters  # 2 micro-batches on each of 4 replicas
+    assert sent(1) == 0.75 * (8 + 2) * parameters
+    assert sent(2) == 0.75 * (2 * 8 + 2) * parameters  # 2 micro-batches on each of 4 replicas
     assert sent(3) == 0.75 * 2 * (4 + 2 * 2) * parameters
 
 
