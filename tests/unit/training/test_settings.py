@@ -219,7 +219,7 @@ def test_the_script_leaves_with_2_and_one_line(flags):
         [sys.executable, PRETRAIN, *f"{MODEL} {RUN} {flags}".split()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert cpu_seconds() - before < 10
     assert done.returncode == 2
@@ -233,7 +233,7 @@ def test_dry_run_prints_the_configuration_and_builds_nothing(tmp_path):
         [sys.executable, PRETRAIN, *f"{flags} --dropout-rate 0.25".split()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
