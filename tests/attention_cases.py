@@ -80,7 +80,7 @@ def largest_error(qkv: list[Tensor], found: Tensor, expected: Tensor) -> float:
     pairs = [(found, expected)]
     pairs += zip(
         torch.autograd.grad(found, qkv, grad.to(found.dtype)),
-        torch.autograd.grad(expected, qkv, grad.to(expected.dtype)),
+        torch.autograd.grad(expected, qkv, grad.to(expected.dtype), retain_graph=True),
         strict=True,
     )
     errors = []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lengen.data.hub import check_on_hub
 from megatron_lengen.errors import BadInput, missing_package, require
 
 CONFIG = "config.json"
@@ -163,6 +164,7 @@ def fetch_folder(load: str | Path, revision: str | None = None) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise missing_package("huggingface_hub", f"--load {load}") from error
+    check_on_hub(str(load), "--load")
     try:
         local = Path(snapshot_download(str(load), revision=revision, allow_patterns=_HUB_FILES))
         if not list(local.glob("*.safetensors")):

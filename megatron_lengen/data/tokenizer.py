@@ -23,6 +23,7 @@ from megatron_lengen.data.fast_tokenizers import (
     write_fast_tokenizer,
 )
 from megatron_lengen.data.sentencepiece_tools import import_sentencepiece
+from megatron_lengen.data.hub import check_on_hub
 from megatron_lengen.errors import BadInput, missing_package, require
 
 SAVED_NAME = "lengen_tokenizer.json"
@@ -364,6 +365,8 @@ def _auto_tokenizer(name: str, revision: str | None) -> Any:
     except ImportError as error:
         raise missing_package("transformers", "a Hugging Face tokenizer") from error
     options = {} if revision is None else {"revision": revision}
+    if not Path(name).exists():
+        check_on_hub(name, "--tokenizer")
     try:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError) as error:

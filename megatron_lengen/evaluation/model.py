@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lengen.convert.to_hf import quiet_transformers
+from megatron_lengen.data.hub import check_on_hub
 from megatron_lengen.errors import BadInput
 from megatron_lengen.evaluation.attention import ATTENTION_NAME, register_attention
 from megatron_lengen.evaluation.sources import ModelSource
@@ -227,6 +228,8 @@ def _from_pretrained(source: ModelSource, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     revision = source.revision or "main"
+    if source.kind == "hub":
+        check_on_hub(source.name, "--model")
     try:
         with quiet_transformers():
             model, info = AutoModelForCausalLM.from_pretrained(

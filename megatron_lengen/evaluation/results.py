@@ -7,6 +7,7 @@ again with the same settings finds it and is done; other settings need `--force`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -98,10 +99,17 @@ def measure_once(
     if found is not None:
         print(f"{output} already has these results:")
         return found
+    made = [path for path in (Path(output), *Path(output).parents) if not path.exists()]
     folder = prepare_output(output)
-    found = {"settings": settings, **measure(folder), "versions": versions()}
-    draw(found, folder / f"{settings['task']}.png")
-    write_results(folder, found)
+    try:
+        found = {"settings": settings, **measure(folder), "versions": versions()}
+        draw(found, folder / f"{settings['task']}.png")
+        write_results(folder, found)
+    except BaseException:
+        with contextlib.suppress(OSError):  # folders that hold something stay
+            for path in made:
+                path.rmdir()
+        raise
     return found
 
 

@@ -1,8 +1,8 @@
 """Attention in tiles of queries: any weighting, memory linear in the length.
 
-Forward goes through tiles of queries, each against the keys it can see, and keeps two numbers a
-query: the largest score, and softmax's sum or entmax's threshold. Backward computes each tile's
-weights again from them.
+Forward goes through tiles of queries, each against the keys it can reach (`ops.reach`), and keeps
+two numbers a query: the largest score, and softmax's sum or entmax's threshold. Backward computes
+each tile's weights again from them.
 
 Entmax gives most keys no weight, so its heads go one by one and leave out blocks of keys: those
 whose scores all lie more than 1 / (alpha - 1) below the largest of their rows before the threshold
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lengen.ops.entmax import entmax_score_grads, entmax_threshold, weights_above
+from megatron_lengen.ops.reach import first_keys
 from megatron_lengen.ops.weighting import Weighting, check_shapes
 
 QUERY_TILE = 256
@@ -219,22 +220,18 @@ def _tiles(q: Tensor, k: Tensor, weighting: Weighting) -> Iterator[_Tile]:
     groups, sk = k.shape[1], k.shape[2]
     share = heads // groups
     at_once = heads if weighting.alpha == 1 else 1
-    start = 0
-    while start < sq:
-        reach = sk if weighting.window is None else QUERY_TILE + weighting.window
-        rows = max(16, min(QUERY_TILE, TILE_SCORES // (b * at_once * min(reach, sk))))
+    reach = sk if weighting.window is None else min(sk, QUERY_TILE + weighting.window)
+    rows = max(16, min(QUERY_TILE, TILE_SCORES // (b * at_once * reach)))
+    firsts = first_keys(q, k, weighting, rows).amin(0).tolist()
+    for number, start in enumerate(range(0, sq, rows)):
         stop = min(start + rows, sq)
-        last = sk - sq + stop
-        first = 0
-        if weighting.window is not None:
-            first = max(0, sk - sq + start - weighting.window + 1)
         for head in range(0, heads, at_once):
+            first = min(of_head[number] for of_head in firsts[head : head + at_once])
             yield _Tile(
                 weighting=weighting,
                 heads=range(head, head + at_once),
                 groups=range(head // share, max(head // share + 1, (head + at_once) // share)),
                 queries=range(start, stop),
-                keys=slice(first, last),
+                keys=slice(first, sk - sq + stop),
                 first_query=sk - sq,
             )
-        start = stop
