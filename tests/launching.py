@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 # Programs that launch.sh may find on any machine; a PATH of these alone hides GPUs and Slurm.
@@ -120,6 +124,22 @@ def settings(words: list[str]) -> dict[str, str]:
     assert words[0] == "env"
     pairs = (word.partition("=") for word in words[1:] if "=" in word and word[0].isupper())
     return {name: value for name, _, value in pairs}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def kill_family(process: subprocess.Popen[Any]) -> None:
+    """As by a power cut: a process and all below it, with no time to say anything."""
+    family = [psutil.Process(process.pid)]
+    family += family[0].children(recursive=True)
+    for member in family:
+        member.kill()
+    process.wait()
 
 
 def processors() -> int:

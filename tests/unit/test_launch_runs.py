@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Home
+from launching import ROOT, Home, free_port, kill_family
 
 
 @pytest.fixture
@@ -119,12 +120,18 @@ def test_two_processes_and_their_logs(home):
     ]
 
 
+def wait_until(condition: Callable[[], bool], running: list[subprocess.Popen[str]]) -> None:
+    """Until something holds, while all are running."""
+    end = time.monotonic() + 100
+    while not condition():
+        assert all(process.poll() is None for process in running) and time.monotonic() < end
+        time.sleep(0.1)
+
+
 def wait_for(home: Home, running: subprocess.Popen[str], processes: int) -> None:
     """Until every process of a script with --wait is there."""
-    end = time.monotonic() + 100
-    while not all((home.folder / f"started{rank}").exists() for rank in range(processes)):
-        assert running.poll() is None and time.monotonic() < end
-        time.sleep(0.1)
+    files = [home.folder / f"started{rank}" for rank in range(processes)]
+    wait_until(lambda: all(file.exists() for file in files), [running])
 
 
 @pytest.mark.parametrize(
@@ -152,6 +159,30 @@ def test_a_signal_never_restarts_even_where_it_kills(home):
     os.kill(running.pid, signal.SIGTERM)
     assert running.wait(60) == 128 + signal.SIGTERM
     assert restarts(running.communicate()[1]) == [] and starts(home) == 1
+
+
+def test_the_first_machine_is_lost_and_comes_back(home):
+    """It keeps the meeting point, so the other has to find that again."""
+
+    def start(node: int) -> subprocess.Popen[str]:
+        return home.start("--wait", **machine, NODE_RANK=node)
+
+    def started(times: int) -> bool:
+        files = home.folder.glob("starts*")
+        return sum(file.stat().st_size for file in files) == 2 * times
+
+    machine = {"NNODES": 2, "NPROC_PER_NODE": 1, "MASTER_ADDR": "127.0.0.1", "MAX_RESTARTS": 1}
+    machine["MASTER_PORT"] = free_port()
+    nodes = [start(0), start(1)]
+    wait_until(lambda: started(1), nodes)
+    kill_family(nodes[0])
+    nodes[0] = start(0)
+    wait_until(lambda: started(2), nodes)
+    for node in nodes:
+        node.terminate()
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    said = restarts(nodes[1].communicate()[1])
+    assert len(said) == 1 and said[0].startswith("restart 1 of 1: no connection to the other")
 
 
 def test_a_signal_ends_a_recipe_after_its_run_has_saved(home):
