@@ -214,7 +214,7 @@ def _backend(config: LengenConfig, z: Sizes, layer: int, device: str) -> str:
         alpha=config.entmax_alpha if config.attention_function == "entmax" else 1.0,
         device=device,
         dtype=torch.bfloat16 if config.bf16 else torch.float32,
-        queries=config.seq_length if te or cp == 1 else z.s // 2,
+        queries=config.seq_length if te or cp == 1 else z.s // 2,  # a part of the row at a time
         keys=config.seq_length,
         channels=config.kv_channels,
         te=te,
@@ -275,8 +275,8 @@ def chunk_memory(config: LengenConfig, chunk: Chunk, step: Step) -> LayerMemory:
     if chunk.embeds:
         highest = max(highest, held + table + stream)
     if config.pipeline_model_parallel_size > 1:
-        message = stream if chunk.predicts else 2 * stream  # the output, until its gradient comes
-        kept, highest = kept + message - stream, highest + message
+        output = 0 if chunk.predicts else stream  # stays until its gradient comes
+        kept, highest = kept + output, highest + output + stream  # and a message on its way
     return LayerMemory(kept, highest - kept)
 
 

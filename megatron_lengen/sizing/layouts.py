@@ -145,8 +145,9 @@ def _check_zero(step: Step, config: LengenConfig) -> None:
 
 # ---- choosing ------------------------------------------------------------------------------------
 
-
 _RECOMPUTATION = ("", "selective", "selective --recompute-modules core_attn mlp", "full")
+# A layout that is simpler is preferred to one that is faster by less than this.
+_ABOUT_AS_FAST = 1.15
 
 
 class Machine(NamedTuple):
@@ -164,17 +165,13 @@ class Machine(NamedTuple):
     across: float = 4e10
 
 
-# A layout that is simpler is preferred to one that is faster by less than this.
-_NOT_WORTH_IT = 1.15
-
-
 def choose(possible: Sequence[Sizing], capacity: int) -> Sizing | None:
     """The simplest layout that fits `capacity` bytes and should be about as fast as any that does;
     None if none fits."""
     machine = Machine()
     seconds = {i: relative_time(s, machine) for i, s in enumerate(possible) if s.peak <= capacity}
     fastest = min(seconds.values(), default=0.0)
-    good = [i for i, time in seconds.items() if time <= _NOT_WORTH_IT * fastest]
+    good = [i for i, time in seconds.items() if time <= _ABOUT_AS_FAST * fastest]
     best = min(good, key=lambda i: (_complexity(possible[i]), seconds[i]), default=None)
     return None if best is None else possible[best]
 
