@@ -59,7 +59,10 @@ class CausalAttention(MegatronModule):
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params:
             raise ValueError("CausalAttention takes no mask, bias or packed sequences")
-        weighting = self._weighting(query)
+        return self._attend(query, key, value, self._weighting(query))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
+        """[sq, b, heads * d] of the inputs of `forward`."""
         if self.config.context_parallel_size > 1:
             return attend_across_ranks(query, key, value, weighting).flatten(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))

@@ -38,6 +38,7 @@ from megatron_lengen.layers.dropout import ResidualAdd
 from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedGateUp, MaskedQKV, MaskedRows, MaskedUp
 from megatron_lengen.layers.query_scaling import ScaledSelfAttention, scaled_heads
+from megatron_lengen.layers.te_attention import TEAttention
 from megatron_lengen.ops.variants import get_variant
 
 KEYS_OF_FUSED_LAYERS = {
@@ -75,7 +76,7 @@ def gpt_layer_spec(config: LengenConfig, layer: int) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=qkv,
-            core_attention=backend.core_attention() if te else CausalAttention,
+            core_attention=TEAttention if te else CausalAttention,
             linear_proj=rows,
             q_layernorm=IdentityOp,
             k_layernorm=IdentityOp,
