@@ -15,6 +15,7 @@ checks: ## style and types (pip install -r requirements/dev.txt)
 	$(PYTHON) -m ruff check $(CHECKED)
 	$(PYTHON) -m ruff format --check $(CHECKED)
 	$(PYTHON) -m mypy $(TYPED)
+	shellcheck -x -P SCRIPTDIR examples/common/*.sh tests/run.sh
 
 format: ## apply the style
 	$(PYTHON) -m ruff check --fix $(CHECKED)

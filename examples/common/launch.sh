@@ -20,9 +20,10 @@
 #                    in a row, without a newer checkpoint, a failed run starts again (0)
 #   logs             LOG_DIR=FOLDER keeps the output of each process
 #   threads          OMP_NUM_THREADS; else the cores shared out among the processes
-# NCCL_*, GLOO_* and all other variables reach the processes as they are. DRY_RUN=1 prints the
-# command and runs nothing. Under srun with one task for each process (--ntasks-per-node=8) every
-# task is that process, without torchrun.
+#   interpreter      PYTHON, LENGEN_VENV, LENGEN_NO_SETUP (see environment.sh)
+# CUDA_DEVICE_MAX_CONNECTIONS is 1 unless it is set. NCCL_*, GLOO_* and all other variables reach
+# the processes as they are. DRY_RUN=1 prints the command and runs nothing. Under srun with one task
+# for each process (--ntasks-per-node=8) every task is that process, without torchrun.
 #
 # Exit codes: 0 done, or saved after SIGTERM, SIGINT or SIGUSR1; 2 bad input, which the arguments are
 # checked for before anything starts; else the code of the process that failed first.
