@@ -22,8 +22,8 @@ from megatron_lengen.data.fast_tokenizers import (
     fast_from_sentencepiece,
     write_fast_tokenizer,
 )
-from megatron_lengen.data.sentencepiece_tools import import_sentencepiece
 from megatron_lengen.data.hub import check_on_hub
+from megatron_lengen.data.sentencepiece_tools import import_sentencepiece
 from megatron_lengen.errors import BadInput, missing_package, require
 
 SAVED_NAME = "lengen_tokenizer.json"

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lengen.convert.lengen import register_lengen
 from megatron_lengen.convert.to_hf import quiet_transformers
 from megatron_lengen.data.hub import check_on_hub
 from megatron_lengen.errors import BadInput
@@ -227,6 +228,7 @@ def _device(name: str) -> torch.device:
 def _from_pretrained(source: ModelSource, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
+    register_lengen()
     revision = source.revision or "main"
     if source.kind == "hub":
         check_on_hub(source.name, "--model")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_lengen.convert import hf_folder
 from megatron_lengen.convert.hf_folder import HFFolder, ShardWriter, fetch_folder, parse_size
 from megatron_lengen.convert.staging import staged_folder
 from megatron_lengen.errors import BadInput
@@ -146,6 +147,7 @@ def test_hub_ids_and_local_folders(tmp_path, folder, monkeypatch):
         asked.append((name, revision, allow_patterns))
         return str(folder)
 
+    monkeypatch.setattr(hf_folder, "check_on_hub", lambda name, flag: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.chdir(tmp_path)
     assert fetch_folder("Org/Model", "step-10") == folder
@@ -161,12 +163,13 @@ def test_hub_ids_and_local_folders(tmp_path, folder, monkeypatch):
         fetch_folder("a/b/c")
 
 
-def test_an_unreachable_hub_is_one_line(monkeypatch):
+def test_a_hub_that_fails_is_one_line(monkeypatch):
     import huggingface_hub
 
     def offline(*args, **kwargs):
         raise OSError("no\nnetwork")
 
+    monkeypatch.setattr(hf_folder, "check_on_hub", lambda name, flag: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(BadInput) as caught:
         fetch_folder("Org/Model", "r1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,14 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", **variables},
+    )
 
 
 @pytest.mark.parametrize("tool", ["position_loss", "needle", "report"])
@@ -40,3 +47,17 @@ def test_missing_model_is_one_line(tool, tmp_path):
     bad = run(f"tools/evaluate/{tool}.py", *flags)
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "--model" in bad.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tool", ["position_loss", "needle"])
+def test_a_mistyped_id_without_a_network_is_one_line(tool, tmp_path):
+    """No minute of retries with a warning each, and no folder left behind."""
+    output = tmp_path / "results" / tool
+    flags = ["--model", "no-such/model", "--output", str(output)]
+    flags += ["--data", __file__] if tool == "position_loss" else ["--lengths", "64"]
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
+    bad = run(f"tools/evaluate/{tool}.py", *flags, **nowhere)
+    assert bad.returncode == 2, bad.stderr
+    assert bad.stderr.count("\n") == 1, bad.stderr
+    assert "no folder no-such/model, and http://127.0.0.1:9 cannot be reached" in bad.stderr
+    assert not (tmp_path / "results").exists()
