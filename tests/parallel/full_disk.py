@@ -92,7 +92,7 @@ def run(disk: Path, case: Case) -> None:
     processes, flags = case.processes, f"{RUN} {case.flags}"
     here = f"{flags} --save {root} --load {root} --metrics-jsonl {metrics}"
     resize(disk, case.room)
-    codes = wait(fork(here, processes, log, case.first), 60)
+    codes = wait(fork(here, processes, log, case.first), 120)
     assert codes == [1] * processes, codes
     text = log.read_text()
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -108,11 +108,11 @@ def run(disk: Path, case: Case) -> None:
         checkpoint_folder.TRACKER,
     ]
     resize(disk, 4000)
-    assert wait(fork(here, processes, log), 60) == [0] * processes, log.read_text()
+    assert wait(fork(here, processes, log), 120) == [0] * processes, log.read_text()
     assert checkpoint_folder.iterations(root) == [6]
     whole = folder / "whole.jsonl"
     unbroken = f"{flags} --save {folder / 'whole'} --metrics-jsonl {whole}"
-    assert wait(fork(unbroken, processes, log), 60) == [0] * processes, log.read_text()
+    assert wait(fork(unbroken, processes, log), 120) == [0] * processes, log.read_text()
     seen, expected = rows(metrics), rows(whole)
     assert [row["iteration"] for row in seen] == [1, 2, 3, 4, 5, 6]
     assert [row["lm_loss"] for row in seen] == [row["lm_loss"] for row in expected]

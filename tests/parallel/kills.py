@@ -34,7 +34,7 @@ INTERVAL, KEPT = 2, 2
 RUN = """
     --train-iters 100000 --lr-decay-style constant --dropout-variant vpad --dropout-rate 0.2
 """
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 @dataclass(frozen=True)
