@@ -111,8 +111,12 @@ class _Places:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _block_mask(places: _Places) -> Any:
-    """The block mask; kept, since all layers of a micro-batch share it."""
+    """The block mask; kept, since all layers of a micro-batch share it.
+
+    One made while a model is evaluated may serve training afterwards, which saves it for backward.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     some, every = block_reach(

@@ -81,6 +81,15 @@ def test_a_mask_is_made_once_for_all_layers():
     assert of(documents) is not first
 
 
+def test_a_mask_made_in_evaluation_serves_training():
+    attention_flex._block_mask.cache_clear()
+    with torch.inference_mode():
+        mask = attention_flex._block_mask(
+            attention_flex._Places(40, 40, 7, torch.device("cpu"), None)
+        )
+    assert not mask.kv_indices.is_inference()
+
+
 def test_lengths_and_offsets_share_compiled_forms(monkeypatch):
     """Nothing of a window, an offset or a document is built into the code."""
     from torch._dynamo.utils import counters
