@@ -142,7 +142,9 @@ def load_scheduler(
         for name in _NOT_IN_MEGATRONS_STATE:
             setattr(scheduler, name, state[name])
     elif not training.override_opt_param_scheduler:
-        _refuse_differences(scheduler, state, training.global_batch_size or 1)
+        free = _of_no_effect(scheduler, state)
+        _refuse_differences(scheduler, state, free, training.global_batch_size or 1)
+        state = {**state, **{name: getattr(scheduler, name) for name in free}}
     scheduler.load_state_dict(state)
     for group in scheduler.optimizer.param_groups:
         group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
@@ -156,13 +158,23 @@ def scheduler_state(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
     return {**scheduler.state_dict(), **missing}
 
 
+def _of_no_effect(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> set[str]:
+    """What may differ from the checkpoint's schedule without changing a rate from here on."""
+    free = {"wd_incr_steps"}  # weight decay is constant
+    if scheduler.lr_decay_style == "constant":
+        free.add("lr_decay_steps")
+        if state["num_steps"] >= max(scheduler.lr_warmup_steps, state["lr_warmup_steps"]):
+            free |= {"lr_warmup_steps", "init_lr"}
+    return free
+
+
 def _refuse_differences(
-    scheduler: OptimizerParamScheduler, state: dict[str, Any], batch: int
+    scheduler: OptimizerParamScheduler, state: dict[str, Any], free: set[str], batch: int
 ) -> None:
     differences = []
     for name, flag in _SCHEDULE_FLAGS.items():
         found, stored = getattr(scheduler, name), state[name]
-        if found != stored:
+        if found != stored and name not in free:
             if name.endswith("_steps"):  # counted in samples
                 found, stored = found / batch, stored / batch
             differences.append(f"{flag} {found} (checkpoint: {stored})")

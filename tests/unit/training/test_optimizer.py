@@ -6,7 +6,8 @@ import pytest
 import torch
 from runs import trainer_of
 
-from megatron_lengen.training.optimizer import apply_gradients
+from megatron_lengen.errors import BadInput
+from megatron_lengen.training.optimizer import apply_gradients, load_scheduler, scheduler_state
 
 GAINS = ["decoder.final_layernorm.weight"] + [
     f"decoder.layers.{layer}.{name}.weight"
@@ -119,3 +120,58 @@ def test_bad_gradients_leave_the_weights_alone(process_groups, flags, bad):
     assert not torch.isfinite(torch.tensor(apply_gradients(trainer.engine.optimizer)))
     for name, p in parameters(trainer).items():
         assert torch.equal(p, before[name]), name
+
+
+# ---- resuming with another length ----------------------------------------------------------------
+
+SCHEDULE = "--lr 1e-3 --min-lr 1e-4 --train-iters 12"
+
+
+def resumed_rates(before: str, after: str, steps: int) -> list[float]:
+    """Rates of five steps under `before`'s schedule, then of `steps` more under `after`'s."""
+    first, then = trainer_of(f"{SCHEDULE} {before}"), trainer_of(f"{SCHEDULE} {after}")
+    rates = []
+    for _ in range(5):
+        rates.append(first.engine.optimizer.param_groups[0]["lr"])
+        first.engine.scheduler.step(increment=4)
+    state = scheduler_state(first.engine.scheduler)
+    load_scheduler(then.engine.scheduler, state, then.settings)
+    for _ in range(steps):
+        rates.append(then.engine.optimizer.param_groups[0]["lr"])
+        then.engine.scheduler.step(increment=4)
+    return rates
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "--lr-decay-style constant",
+        "--lr-decay-style constant --lr-warmup-iters 3",
+        "--lr-decay-style constant --lr-warmup-fraction 0.2",  # 2.4 iterations, then 4: both past
+        "--lr-decay-style cosine --lr-decay-iters 12",
+        "--lr-decay-style WSD --lr-decay-iters 12 --lr-wsd-decay-iters 4",
+    ],
+)
+def test_a_longer_run_needs_no_override_where_no_rate_changes(process_groups, schedule):
+    """Expected are the rates of the schedule that was planned, and its last one from then on."""
+    found = resumed_rates(schedule, f"{schedule} --train-iters 20", 10)
+    planned = resumed_rates(schedule, schedule, 10)
+    assert found == planned
+    if "constant" in schedule:
+        assert found[5:] == [1e-3] * 10
+
+
+@pytest.mark.parametrize(
+    "schedule, named",
+    [
+        ("--lr-decay-style cosine", "--lr-decay-iters .* 20.0 .checkpoint: 12.0."),
+        ("--lr-decay-style linear", "--lr-decay-iters"),
+        ("--lr-decay-style inverse-square-root --lr-warmup-iters 2", "--lr-decay-iters"),
+        # Still warming up, and more slowly than before.
+        ("--lr-decay-style constant --lr-warmup-fraction 0.5", "--lr-warmup-iters"),
+    ],
+)
+def test_a_longer_run_needs_an_override_where_rates_change(process_groups, schedule, named):
+    with pytest.raises(BadInput, match=f"the schedule differs .*{named}.*--override-opt-param"):
+        resumed_rates(schedule, f"{schedule} --train-iters 20", 1)
+    resumed_rates(schedule, f"{schedule} --train-iters 20 --override-opt-param-scheduler", 1)
