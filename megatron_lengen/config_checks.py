@@ -286,6 +286,15 @@ def _check_unsupported(config: LengenConfig) -> None:
             module in _RECOMPUTED,
             f"--recompute-modules: found {module}; allowed: {', '.join(_RECOMPUTED)}",
         )
+    chunks = config.pipeline_model_parallel_size * (
+        config.virtual_pipeline_model_parallel_size or 1
+    )
+    at_once, layers = config.recompute_num_layers or 1, config.num_layers // chunks
+    require(
+        config.recompute_method != "uniform" or layers % at_once == 0,
+        f"--recompute-num-layers: found {at_once}; allowed: what divides the {layers} layers of a "
+        "pipeline chunk",
+    )
     require(
         "layernorm" not in (config.recompute_modules or ()) or have_transformer_engine(),
         "--recompute-modules: found layernorm; recomputing norms needs Transformer Engine",

@@ -17,8 +17,6 @@ from megatron_lengen.ops.weighting import Weighting, check_shapes, repeat_heads
 
 # Smaller blocks than this waste more on launching than they save in arithmetic.
 MIN_BLOCK = 64
-# Queries at a time where a mask against all keys is needed (sq < sk).
-QUERY_CHUNK = 256
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
@@ -92,7 +90,7 @@ def causal_attention(
         first = 0 if window is None else sk - window
         return _attend(q, k[:, :, first:], v[:, :, first:], scale)
     if sq < sk:
-        return _chunked(q, k, v, window, scale)
+        return tiled_attention(q, k, v, Weighting(window, scale))
     if window is None:
         return _attend(q, k, v, scale, causal=True)
     return _windowed(q, k, v, window, scale)
@@ -108,20 +106,6 @@ def _attend(
 ) -> Tensor:
     k, v = repeat_heads(q, k), repeat_heads(q, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-
-
-def _chunked(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None) -> Tensor:
-    """Fewer queries than keys: a few hundred queries at a time against the keys they can see."""
-    sq, sk = q.shape[2], k.shape[2]
-    outputs = []
-    for start in range(0, sq, QUERY_CHUNK):
-        end = min(start + QUERY_CHUNK, sq)
-        last = sk - sq + end
-        first = 0 if window is None else max(0, last - (end - start) - window + 1)
-        mask = window_mask(end - start, last - first, window, q.device)
-        keys, values = k[:, :, first:last], v[:, :, first:last]
-        outputs.append(_attend(q[:, :, start:end], keys, values, scale, mask))
-    return torch.cat(outputs, dim=2)
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:

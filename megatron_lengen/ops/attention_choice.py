@@ -137,8 +137,10 @@ def _say(backend: str, lacks: str, taken: str) -> None:
 
 def _is_candidate(backend: str, request: Request, packages: frozenset[str]) -> bool:
     """Whether a backend is there for such requests at all."""
-    if backend in ("blocks", "tiles"):
+    if backend == "tiles":
         return True
+    if backend == "blocks":  # a part of a row would keep masks and keys for every few queries
+        return request.queries in (1, request.keys)
     if request.device != "cuda":
         return False
     if backend == "te":

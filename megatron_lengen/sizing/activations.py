@@ -18,7 +18,7 @@ import torch
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import require
-from megatron_lengen.ops.attention import MIN_BLOCK, QUERY_CHUNK
+from megatron_lengen.ops.attention import MIN_BLOCK
 from megatron_lengen.ops.attention_choice import Request, choose
 from megatron_lengen.ops.tiles import QUERY_TILE, TILE_SCORES
 from megatron_lengen.ops.variants import get_variant
@@ -173,19 +173,13 @@ def _attention(config: LengenConfig, z: Sizes, layer: int, device: str) -> _Atte
     row = 2 * z.t * cp * z.e  # keys and values of whole rows, a channel
     window = config.sliding_window if kind.windowed else None
     backend = _backend(config, z, layer, device)
-    if backend == "blocks" and cp == 1:
+    if backend == "blocks":
         # Grouped keys and values are repeated for every query head, which frees what they were.
         shared = queries + angles + (0 if grouped else keys_values)
         if window is not None and window < z.s:
             made = _windowed(z, window, grouped)
             return _Attention(given, shared, made + sums, made)
         return _Attention(given, shared, sums + (2 * output if grouped else 0), 4 * output)
-    if backend == "blocks":
-        seen, masks = _chunked_keys(config, z, window)
-        repeated = 2 * z.t // z.s * seen * z.q * z.e if grouped else row * z.k
-        made = repeated + masks * z.e + output + sums
-        gradients = output + row * (z.q if grouped else z.k)
-        return _Attention(given, queries + angles, made, gradients)
     # Every other backend keeps what it is given and a number or two of each query.
     gathered = row * z.k + output if cp > 1 and backend != "te" else 0
     shared = queries + angles if gathered else given
@@ -233,24 +227,6 @@ def _windowed(z: Sizes, window: int, grouped: bool) -> int:
     held = (blocks - 1) + 4 * (blocks - 1) + blocks + (2 if grouped else 0)
     masks = 3 * block * block
     return z.e * (held * z.t // z.s * block * z.q + masks)
-
-
-def _chunked_keys(config: LengenConfig, z: Sizes, window: int | None) -> tuple[int, int]:
-    """Keys that groups of queries see, and elements of their masks, summed over the groups.
-
-    For a context-parallel rank from the middle, whose two parts of the row lie side by side.
-    """
-    part, cp = z.s // 2, config.context_parallel_size
-    seen = masks = 0
-    for index in (cp - 1, cp):
-        for start in range(0, part, QUERY_CHUNK):
-            queries = min(QUERY_CHUNK, part - start)
-            keys = index * part + start + queries
-            if window is not None:
-                keys = min(keys, queries + window - 1)
-            seen += keys
-            masks += queries * keys
-    return seen, masks
 
 
 def _rotary_width(config: LengenConfig) -> int:

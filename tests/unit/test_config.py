@@ -62,6 +62,14 @@ REFUSED = [
         {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 4},
         "--num-layers: found 4; .*--decoder-last-pipeline-num-layers",
     ),
+    (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 3,
+        },
+        "--recompute-num-layers: found 3; allowed: what divides the 4 layers",
+    ),
     ({"context_parallel_size": 0}, "--context-parallel-size: found 0"),
     (
         {"context_parallel_size": 5},

@@ -78,7 +78,7 @@ CHOICES = [
     (request(alpha=1.5), frozenset(), "tiles"),
     # the CPU, whatever is installed
     (request(device="cpu"), ALL, "blocks"),
-    (request("window", device="cpu", queries=1024), ALL, "blocks"),
+    (request("window", device="cpu", queries=1024), ALL, "tiles"),
     (request("documents", device="cpu"), ALL, "tiles"),
     (request("slopes", device="cpu"), ALL, "tiles"),
     (request("dropout", device="cpu"), ALL, "tiles"),
