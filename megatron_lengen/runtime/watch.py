@@ -217,9 +217,13 @@ class Watch:
         seconds = (_PATIENCE + 1) * self._tick
         time.sleep(seconds)
         after = self._signs()
-        others = [member for member in self._members if member is not self._me]
+        others = [
+            member
+            for member in self._members
+            if member is not self._me and after[member.rank] != _LEFT
+        ]
         for member in others:
-            if before[member.rank] == after[member.rank] != _LEFT:
+            if before[member.rank] == after[member.rank]:
                 seen = _Seen(after[member.rank], seconds)
                 self._speak(f"{member} gives no sign of life; {seen}")
         for member in others:
@@ -261,11 +265,11 @@ class Watch:
         (first,) = found
         if first.decode() == note:
             _say(f"{trace}error: {text}")
-        self._follow(first.decode())
-        raise AssertionError("a note ends the process")
+        self._leave(int(json.loads(first)["code"]))
 
     def _follow(self, note: str) -> None:
-        if note != _NOTHING:
+        """Leave if another rank has left a note; who left one here is on its way, and may print."""
+        if note != _NOTHING and json.loads(note)["rank"] != self._me.rank:
             self._leave(int(json.loads(note)["code"]))
 
     def _leave(self, code: int) -> NoReturn:

@@ -103,7 +103,7 @@ class Trainer:
             self.saver.poll()
             if training.save_interval and progress.iteration % training.save_interval == 0:
                 save_due = True
-            # Weights may be why steps fail: the newest checkpoint is one that a good step follows.
+            # Weights may be why steps fail: the newest checkpoint is one that a good step made.
             if save_due and not result.skipped:
                 self.saver.save(progress)
                 save_due = False

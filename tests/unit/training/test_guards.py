@@ -110,7 +110,7 @@ def test_a_rerun_is_bitwise_the_same_computation(process_groups, tmp_path):
     spoiled = Spoiled(trainer, at=5)  # the second micro-batch of the second step
     data = replayable(trainer._train_data(), "validate_results")
     trainer.engine.train(data, 0)
-    with pytest.raises(Stop, match="iteration 2: .*transient") as caught:
+    with pytest.raises(Stop, match=r"iteration 2: .*transient") as caught:
         trainer.engine.train(data, 4)
     assert caught.value.code == 17 and caught.value.save
     first, again = spoiled.losses[4:8], spoiled.losses[8:12]
