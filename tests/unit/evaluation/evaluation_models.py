@@ -52,3 +52,43 @@ def smollm3(window: int = 8):
         initializer_range=0.3,
     )
     return SmolLM3ForCausalLM(config).eval()
+
+
+def lengen(**settings):
+    """A random model of this package's own, 2 layers: NAPE with 1 of 4 heads biased by default."""
+    from megatron_lengen.convert.modeling_lengen import LengenForCausalLM, LengenModelConfig
+
+    torch.manual_seed(3)
+    values = {
+        "attention_alibi_slopes": [0.5, 0.0, 0.0, 0.0],
+        "no_rope_layers": [0, 0],
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        **settings,
+    }
+    config = LengenModelConfig(
+        vocab_size=VOCAB,
+        intermediate_size=48,
+        num_hidden_layers=len(values["no_rope_layers"]),
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.3,
+        **values,
+    )
+    return LengenForCausalLM(config).eval()
+
+
+def windowed_entmax():
+    """The same with rotary positions, windows of 8 keys on the first layer, scaling and entmax."""
+    return lengen(
+        attention_alibi_slopes=None,
+        no_rope_layers=[1, 0],
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        attention_scaling_enabled=True,
+        attention_function="entmax",
+    )
