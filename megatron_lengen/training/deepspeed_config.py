@@ -20,6 +20,8 @@ from megatron_lengen.training.flags import flag_of
 from megatron_lengen.training.settings import TrainingSettings
 
 FLAG = "--deepspeed-config"
+# What only the console would show, and what DeepSpeed asks of optimizers that it does not know.
+_WITHOUT_EFFECT = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer")
 _KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -31,11 +33,7 @@ _KEYS = (
     "optimizer",
     "zero_optimization",
     "zero_force_ds_cpu_optimizer",
-    "zero_allow_untested_optimizer",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "steps_per_print",
-    "wall_clock_breakdown",
+    *_WITHOUT_EFFECT,
 )
 # Of DeepSpeed's zero_optimization: what changes results, or cannot be saved and resumed.
 _NOT_IN_ZERO = (
@@ -146,6 +144,8 @@ def _refuse_others(config: dict[str, Any], training: TrainingSettings) -> None:
     )
     unknown = sorted(set(config) - set(_KEYS))
     require(not unknown, f"{FLAG}: found {', '.join(unknown)}; allowed: {', '.join(_KEYS)}")
+    for name in _WITHOUT_EFFECT:
+        config.pop(name, None)
 
 
 def _batches(training: TrainingSettings, ranks: int) -> Decided:
@@ -259,4 +259,10 @@ def _precision(config: dict[str, Any], bf16: bool, stage: int) -> None:
         )
         types.setdefault("grad_accum_dtype", "fp32")
         config.setdefault("communication_data_type", "fp32")
+    allowed = ("fp32", "bf16") if bf16 else ("fp32",)
+    for place, name in ((types, "grad_accum_dtype"), (config, "communication_data_type")):
+        require(
+            place.get(name, "fp32") in allowed,
+            f"{FLAG}: {name}: found {place.get(name)}; allowed: {', '.join(allowed)}",
+        )
     config["bf16"], config["data_types"] = section, types

@@ -96,7 +96,7 @@ def test_a_file_may_say_what_the_flags_say(resolve):
     }
     resolved = resolve(config).deepspeed
     assert "reduce_bucket_size" not in resolved["zero_optimization"]
-    assert "optimizer" not in resolved and "fp16" not in resolved
+    assert not {"optimizer", "fp16", "steps_per_print"} & set(resolved)
     # Both ways of asking for PyTorch's AdamW where DeepSpeed would build its own.
     offloaded = {"zero_optimization": OFFLOADED}
     for asked in ({"optimizer": TORCH_ADAM}, {"zero_force_ds_cpu_optimizer": False}):
@@ -126,6 +126,12 @@ def test_examples(resolve, monkeypatch, example):
         ({}, "--bf16", "zero_optimization.stage: found 0 with --bf16"),
         ({"bf16": {"bf16_master_weights_and_grads": True}}, "", "found bf16_master_weights_and_"),
         ({"data_types": {"param_dtype": "bf16"}}, "", "found param_dtype"),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, "", "found fp8; allowed: fp32"),
+        (
+            {"communication_data_type": "fp16", "zero_optimization": {"stage": 1}},
+            "--bf16",
+            "found fp16; allowed: fp32, bf16",
+        ),
         ({"fp16": {"enabled": True}}, "", "fp16.enabled: found True; allowed: false"),
         ({"scheduler": {"type": "WarmupLR"}}, "", "found WarmupLR; allowed: --lr-decay-style lin"),
         ({"optimizer": {"type": "Lamb"}}, "", "optimizer.type: found 'Lamb'; allowed: AdamW"),
