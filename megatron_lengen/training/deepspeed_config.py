@@ -191,8 +191,10 @@ def _zero(section: dict[str, Any]) -> dict[str, Any]:
             f"{FLAG}: {name}.{key}: found stage {stage}; allowed: stage "
             f"{', '.join(map(str, stages))}",
         )
+        unknown = sorted(set(place) - {"device", "pin_memory"})
         require(
-            not place.get("super_offload"), f"{FLAG}: {name}.{key}.super_offload: not supported"
+            not unknown,
+            f"{FLAG}: {name}.{key}: found {', '.join(unknown)}; allowed: device, pin_memory",
         )
     _check_with_deepspeed(section)
     return section

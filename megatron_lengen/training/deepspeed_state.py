@@ -24,8 +24,6 @@ from megatron_lengen.training.deepspeed_host import import_deepspeed, quiet
 _FOLDER = "deepspeed"
 # What the layout of the state depends on, besides ranks.
 _OF_ZERO = ("stage", "round_robin_gradients", "parameter_alignment", "sub_group_size")
-_OFFLOADS = ("offload_optimizer", "offload_param")
-_OF_OFFLOADS = ("device", "ratio")
 
 
 def check(settings: Settings) -> None:
@@ -60,9 +58,8 @@ def _layout(config: dict[str, Any], tensor_parallel: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": config["zero_force_ds_cpu_optimizer"],
     }
     layout |= {name: zero[name] for name in _OF_ZERO if name in zero}
-    for place in _OFFLOADS:
-        found = zero[place]
-        layout |= {f"{place}.{name}": found[name] for name in _OF_OFFLOADS if name in found}
+    for place in ("offload_optimizer", "offload_param"):
+        layout[f"{place}.device"] = zero[place]["device"]
     return layout
 
 

@@ -166,6 +166,11 @@ def test_examples(resolve, monkeypatch, example):
             "",
             "offload_optimizer.device: found 'nvme'; allowed: none, cpu",
         ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}},
+            "",
+            "offload_optimizer: found ratio; allowed: device, pin_memory",
+        ),
         ({"zero_optimisation": {"stage": 2}}, "", "found zero_optimisation; allowed: train_batch"),
         ({"activation_checkpointing": {}}, "", "found activation_checkpointing; allowed: "),
         ('{"zero_optimization": {"stage": 1, "stage": 2}}', "", "says stage more than once"),
