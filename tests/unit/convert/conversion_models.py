@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,7 @@ def reference_logits(config: LengenConfig, read: Callable[[str], Tensor], tokens
     """
     from entmax import entmax_bisect
 
+    @functools.cache
     def weight(key: str) -> Tensor:
         return read(key).double()
 
@@ -136,7 +138,7 @@ def reference_logits(config: LengenConfig, read: Callable[[str], Tensor], tokens
         h = _rms(x, weight(attention + "linear_qkv.layer_norm_weight"), config.layernorm_epsilon)
         qkv = h @ weight(attention + "linear_qkv.weight").T
         outputs = []
-        factors = _query_factors(config, layer, rope, lambda name: weight(attention + name), h)
+        factors = _query_factors(config, layer, rope, weight, h)
         for head in range(heads):
             base = (head // per_group) * (per_group + 2) * d
             at = base + (head % per_group) * d
@@ -215,28 +217,27 @@ def _query_factors(
     x: Tensor,
 ) -> Tensor:
     """[s, heads] of attention inputs [s, h], position by position."""
+    prefix = f"decoder.layers.{layer}.self_attention.query_scaling."
     s, heads = len(x), config.num_attention_heads
     factors = torch.ones(s, heads, dtype=torch.float64)
     c = config
     for head in range(heads):
-        everywhere = c.query_scaling_scope == "all"
-        if c.query_scaling == "none" or not (
-            everywhere or (not rope and _slopes(config)[head] == 0)
-        ):
+        no_positions = not rope and _slopes(config)[head] == 0
+        if c.query_scaling == "none" or not (c.query_scaling_scope == "all" or no_positions):
             continue
         for p in range(s):
             if c.query_scaling != "learned":
                 own = 1.0
                 if c.query_scaling == "ssmax":
-                    own = float(read("query_scaling.ssmax_scale")[head])
+                    own = float(read(prefix + "ssmax_scale")[head])
                 factors[p, head] = own * math.log(p + 1)
                 continue
             z = []
             for name in ("coef", "pow"):
-                product = float(read(f"query_scaling.{name}_weight")[head] @ x[p])
+                product = float(read(f"{prefix}{name}_weight")[head] @ x[p])
                 z.append(c.query_scaling_weight_scale * product)
                 if c.query_scaling_proj_bias:
-                    z[-1] += float(read(f"query_scaling.{name}_bias")[head])
+                    z[-1] += float(read(f"{prefix}{name}_bias")[head])
             coef = 1 / (1 + math.exp(-z[0]))
             if c.query_scaling_coef_activation == "softplus_shifted":
                 coef = math.log1p(math.exp(z[0] - c.query_scaling_coef_shift))
