@@ -43,12 +43,13 @@ if "--wait" in sys.argv or "--wait-without-saving" in sys.argv:
     time.sleep(60)
 sys.stdout.write(f"rank {rank} of {size}: {sys.argv[1:]}\\n")
 sys.stdout.flush()
-# --codes 3,0: leave with 3 at first, with 0 after a restart; --saves 1,2: a checkpoint in each
+# --codes 3,0: leave with 3 at first, with 0 after a restart; --saves 4,7: the checkpoints of each
 option = dict(zip(sys.argv[1:], sys.argv[2:]))
-if str(start) in option.get("--saves", "").split(","):
+saves = option.get("--saves", "").split(",")
+if saves[0] and start <= len(saves):
     folder = Path(option["--save"])
     folder.mkdir(exist_ok=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(start))
+    (folder / "latest_checkpointed_iteration.txt").write_text(saves[start - 1])
 codes = option.get("--codes", "0").split(",")
 code = int(codes[min(start, len(codes)) - 1])
 if code < 0:

@@ -60,7 +60,7 @@ class Restarts:
     def allowed(self) -> bool:
         """Whether one more may follow now."""
         newest = self._read()
-        if newest != self._newest:
+        if newest > self._newest:
             self._newest, self.done = newest, 0
         return self.done < self.limit
 
@@ -70,11 +70,12 @@ class Restarts:
         self.waiting_since = time.monotonic()
         say(f"restart {self.done} of {self.limit}: {reason}")
 
-    def _read(self) -> str:
+    def _read(self) -> int:
+        """The newest checkpoint's iteration; 0 where there is none."""
         try:
-            return self._tracker.read_text() if self._tracker else ""
-        except OSError:
-            return ""
+            return int(self._tracker.read_text()) if self._tracker else 0
+        except (OSError, ValueError):
+            return 0
 
 
 class Agent(LocalElasticAgent):

@@ -89,8 +89,8 @@ def test_a_failed_run_starts_again_and_keeps_every_log(home, processes):
 
 
 def test_restarts_are_counted_anew_after_a_newer_checkpoint(home):
-    """Two starts that save, then none that does: N restarts after the last one that saved."""
-    flags = ["--codes", "5", "--save", "ck", "--load", "ck", "--saves", "1,2"]
+    """Starts save iterations 4, 7, 7 and 4: N restarts after the last one that got further."""
+    flags = ["--codes", "5", "--save", "ck", "--load", "ck", "--saves", "4,7,7,4"]
     done = home.launch(*flags, MAX_RESTARTS=2)
     assert done.returncode == 5
     counts = [line.split()[1] for line in restarts(done.stderr)]
