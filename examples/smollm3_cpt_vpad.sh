@@ -72,13 +72,12 @@ prepare_tiny() {
 
 # stage FOLDER ITERATIONS FROM ARGS...: train in FOLDER, from FROM's weights, or where it was.
 stage() {
-    local folder="$1" iterations="$2" from="$3" load
+    local folder="$1" iterations="$2" start=()
+    [ -z "$3" ] || start=(--pretrained-checkpoint "$3")
     shift 3
     is_finished "$folder" "$iterations" && return
-    load=(--load "$folder")
-    if [ -n "$from" ] && ! has_checkpoint "$folder"; then load=(--load "$from" --finetune); fi
-    train "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "$@" "${load[@]}" --save "$folder" \
-        --metrics-jsonl "$folder/metrics.jsonl"
+    train "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "$@" "${start[@]}" --load "$folder" \
+        --save "$folder" --metrics-jsonl "$folder/metrics.jsonl"
 }
 
 # The released stage-3 checkpoint as a Megatron one.

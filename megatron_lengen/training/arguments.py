@@ -116,8 +116,21 @@ def print_settings(settings: Settings) -> None:
 
 def _find_checkpoint(training: TrainingSettings) -> checkpoint_folder.Found | None:
     if training.load is None:
+        require(
+            training.pretrained_checkpoint is None,
+            f"--pretrained-checkpoint: found {training.pretrained_checkpoint} without --load; "
+            "allowed: with --load equal to --save, or --load and --finetune instead",
+        )
         return None
     found = checkpoint_folder.find(training.load, training.ckpt_step)
+    if found is None and training.pretrained_checkpoint is not None:
+        training.finetune = True
+        found = checkpoint_folder.find(training.pretrained_checkpoint)
+        require(
+            found is not None,
+            f"--pretrained-checkpoint: found no checkpoint in {training.pretrained_checkpoint}; "
+            f"allowed: a folder with {checkpoint_folder.TRACKER}",
+        )
     if found is None and not training.saves_here:
         raise BadInput(
             f"--load: found no checkpoint in {training.load}; allowed: a folder with "

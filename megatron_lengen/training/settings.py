@@ -142,6 +142,10 @@ class TrainingSettings:
     finetune: bool = False
     """Load weights only and start at iteration 0, as from a converted model."""
 
+    pretrained_checkpoint: str | None = None
+    """Folder whose weights the run starts from, as with --finetune, while --load has no
+    checkpoint yet: a run that starts again goes on from its own."""
+
     exit_interval: int | None = None
     """Save and leave when the iteration is a multiple of this."""
 

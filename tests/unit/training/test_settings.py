@@ -285,3 +285,21 @@ def test_a_run_that_starts_from_weights_does_not(monkeypatch, flags, release):
     stored_run(monkeypatch, release)
     model = settings_of(f"--load run {flags}").model
     assert (model.dropout_variant, model.seed) == ("none", 1234)
+
+
+@pytest.mark.parametrize("folder, starts_anew", [("run", False), ("new", True)])
+def test_a_pretrained_checkpoint_counts_until_the_run_has_one(monkeypatch, folder, starts_anew):
+    description = {"model": {}, "arguments": settings_of("").as_json()}
+    there = {
+        name: Found(Path(name) / "iter_0000004", 4, False, description) for name in ("run", "base")
+    }
+    monkeypatch.setattr(
+        arguments.checkpoint_folder, "find", lambda root, step=None: there.get(root)
+    )
+    settings = settings_of(f"--load {folder} --save {folder} --pretrained-checkpoint base")
+    assert settings.load_from is there["base" if starts_anew else "run"]
+    assert settings.training.finetune == starts_anew
+    with pytest.raises(BadInput, match="--pretrained-checkpoint: found no checkpoint in none"):
+        settings_of("--load new --save new --pretrained-checkpoint none")
+    with pytest.raises(BadInput, match="--pretrained-checkpoint: found base without --load"):
+        settings_of("--save new --pretrained-checkpoint base")
