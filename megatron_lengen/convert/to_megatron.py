@@ -186,9 +186,9 @@ class _Source:
     def _check_names(self) -> None:
         wanted = {self._stored(name) for rule in self._rules.values() for name in rule.theirs}
         present = set(self.folder.names)
-        missing = sorted(wanted - present)
-        require(not missing, f"{self.folder.folder}: no tensor {', '.join(missing[:5])}")
-        extra = sorted(present - wanted)
+        missing, extra = sorted(wanted - present), sorted(present - wanted)
+        unknown = f"; it has {', '.join(extra[:5])}, see --rename" if extra else ""
+        require(not missing, f"{self.folder.folder}: no tensor {', '.join(missing[:5])}{unknown}")
         if _HEAD in extra:
             same = torch.equal(self.folder.read(_HEAD), self.folder.read(_EMBEDDING))
             require(

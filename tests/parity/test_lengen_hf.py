@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "convert"))
 
 from conversion_models import random_checkpoint, reference_logits
 
-from megatron_lengen.convert.families import Lengen
+from megatron_lengen.convert import verify
 from megatron_lengen.convert.family import acting_settings
+from megatron_lengen.convert.lengen import Lengen
 from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.convert.to_hf import checkpoint_to_hf, load_checkpoint_as_hf
 from megatron_lengen.convert.to_megatron import hf_to_checkpoint
 from megatron_lengen.convert.verify import VerificationError
+from megatron_lengen.errors import BadInput
 
 SMOLLM3 = {"no_rope_freq": 4, "sliding_window": 8, "window_attn_skip_freq": 4}
 LEARNED = {"query_scaling": "learned"}
@@ -113,3 +115,192 @@ def test_logits_agree_and_the_round_trip_is_bitwise(family, settings, tmp_path):
     assert (tmp_path / "back" / "config.json").read_text() == (
         tmp_path / "o" / "config.json"
     ).read_text()
+
+
+# ---- what verification must catch ----------------------------------------------------------------
+
+EVERYTHING = {**NAPE, **ENTMAX, **LEARNED, "query_scaling_log_base": 10.0}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """NAPE, entmax and learned scaling; tests must not change it."""
+    folder = tmp_path_factory.mktemp("everything") / "c"
+    random_checkpoint(folder, **EVERYTHING)
+    return folder
+
+
+FAULTS = {
+    "slope": {"attention_alibi_slopes": [1.0, 0.45, 0.0, 0.0]},
+    "scaled slope": {"attention_alibi_slopes": [1.01, 0.505, 0.0, 0.0]},
+    "base": {"attention_scaling_log_base": 9.0},
+    "bound": {"attention_scaling_coef_bound": 0.9},
+    "alpha": {"attention_entmax_alpha": 1.49},
+    "softmax": {"attention_function": "softmax"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_wrong_setting_is_caught_and_nothing_is_published(
+    fault, checkpoint, tmp_path, monkeypatch
+):
+    """Before anything is written, by the modules of the model, and by its logits alone."""
+    honest = Lengen.hf_config
+    monkeypatch.setattr(Lengen, "hf_config", lambda *args: {**honest(*args), **fault})
+    with pytest.raises(BadInput, match=r"lengen cannot represent|attention_alibi_slopes"):
+        checkpoint_to_hf(checkpoint, tmp_path / "o", report=silent)
+    monkeypatch.setattr(Lengen, "objection", lambda self, config: None)
+    with pytest.raises(VerificationError, match=r"layer 0 has (slopes|scaling|alpha) "):
+        checkpoint_to_hf(checkpoint, tmp_path / "o", report=silent)
+    monkeypatch.setattr(verify, "_check_pattern", lambda *args: None)
+    with pytest.raises(VerificationError, match="largest difference of logits"):
+        checkpoint_to_hf(checkpoint, tmp_path / "o", report=silent)
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("- slopes * distance", "- 1.01 * slopes * distance"),
+        ("torch.log(p + 2)", "torch.log(p + 1.9)"),
+        ("e = 1 / (alpha - 1)", "e = 1 / (alpha - 0.99)"),
+        ("(query.float() * factor)", "query"),
+    ],
+)
+def test_a_fault_of_the_code_that_travels_is_caught(
+    right, wrong, checkpoint, tmp_path, monkeypatch
+):
+    text = Lengen.code.read_text()
+    assert right in text
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / Lengen.code.name).write_text(text.replace(right, wrong))
+    monkeypatch.setattr(Lengen, "code", tmp_path / "code" / Lengen.code.name)
+    with pytest.raises(VerificationError, match="largest difference of logits"):
+        checkpoint_to_hf(checkpoint, tmp_path / "o", report=silent)
+    assert not (tmp_path / "o").exists()
+
+
+def test_in_memory_it_is_the_same_model(checkpoint):
+    tokens = torch.arange(40) % 101
+    opened = open_checkpoint(checkpoint)
+    with torch.inference_mode():
+        found = load_checkpoint_as_hf(checkpoint)(tokens[None]).logits[0]
+    assert (found - reference_logits(opened.config(), opened.read, tokens)).abs().max() < 1e-4
+
+
+# ---- how others load it --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder_with_tokenizer(tmp_path_factory):
+    """A model of everything, exported with a tokenizer of bytes."""
+    from megatron_lengen.data.tokenizer import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("with_tokenizer")
+    tokenizer = build_tokenizer("byte")
+    random_checkpoint(folder / "c", **EVERYTHING, vocab_size=tokenizer.vocab_size)
+    tokenizer.save(folder / "c" / "release" / "tokenizer")
+    checkpoint_to_hf(folder / "c", folder / "o", verify=False, report=silent)
+    return folder / "o"
+
+
+def test_pipelines_generate_text(folder_with_tokenizer):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoModelForCausalLM.from_pretrained(folder_with_tokenizer, trust_remote_code=False)
+    generate = pipeline("text-generation", str(folder_with_tokenizer), trust_remote_code=True)
+    asked = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    (answer,) = generate("Once upon", **asked)
+    tokenizer = AutoTokenizer.from_pretrained(folder_with_tokenizer)
+    ids = tokenizer("Once upon", return_tensors="pt").input_ids
+    grown = ids
+    with torch.inference_mode():
+        for _ in range(8):
+            logits = generate.model(grown, use_cache=False).logits
+            grown = torch.cat((grown, logits[:, -1:].argmax(-1)), 1)
+    assert answer["generated_text"] == tokenizer.decode(
+        grown[0, ids.shape[1] :], skip_special_tokens=True
+    )
+
+
+def test_lm_evaluation_harness_loads_it(folder_with_tokenizer):
+    """Likelihoods of its own batching (padded, reordered) equal one forward each."""
+    reason = "lm-eval is not installed: pip install lm-eval"
+    models = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
+    from lm_eval.api.instance import Instance
+
+    model = models.HFLM(
+        pretrained=str(folder_with_tokenizer), trust_remote_code=True, device="cpu", batch_size=2
+    )
+    pairs = [("The sky is", " blue"), ("A longer context than the first, so", " pad"), ("x", "y")]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    for (context, continuation), (found, _) in zip(
+        pairs, model.loglikelihood(requests), strict=True
+    ):
+        ids = torch.tensor([model.tok_encode(context + continuation)])
+        with torch.inference_mode():
+            scores = model.model(ids).logits.log_softmax(-1)
+        first = len(model.tok_encode(context))
+        own = scores[0, first - 1 : -1].gather(1, ids[0, first:, None]).sum()
+        assert abs(found - float(own)) < 1e-3
+
+
+# ---- scaled checkpoints of others ----------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A scaled SmolLM3 under other names, with code of its own and fewer entries than ours."""
+    random_checkpoint(tmp_path / "c", **SMOLLM3, **LEARNED)
+    checkpoint_to_hf(tmp_path / "c", tmp_path / "theirs", verify=False, report=silent)
+    folder = tmp_path / "theirs"
+    text = Lengen.code.read_text().replace("Lengen", "Scaled").replace('"lengen"', '"smollm3"')
+    for name in ("coef", "pow"):
+        text = text.replace(f'"{name}"', f'"{name}_proj"')
+    (folder / Lengen.code.name).rename(folder / "modeling_scaled.py")
+    (folder / "modeling_scaled.py").write_text(text)
+    hf = json.loads((folder / "config.json").read_text())
+    for entry in ("type", "scope", "log_base", "coef_shift"):
+        del hf[f"attention_scaling_{entry}"]
+    hf["auto_map"] = {
+        "AutoConfig": "modeling_scaled.ScaledModelConfig",
+        "AutoModelForCausalLM": "modeling_scaled.ScaledForCausalLM",
+    }
+    hf |= {"model_type": "smollm3", "architectures": ["ScaledForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(hf))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("coef", "pow"):
+        tensors = {k.replace(f".{name}_", f".{name}_proj_"): t for k, t in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_scaled_checkpoints_of_others_are_read_with_what_the_user_says(foreign, tmp_path):
+    out = tmp_path / "again"
+
+    def read(**arguments):
+        return hf_to_checkpoint(foreign, out, report=silent, **arguments)
+
+    def refused(message, **arguments):
+        with pytest.raises(BadInput, match=message):
+            read(**arguments)
+        assert not out.exists()
+
+    refused("config.json: does not say attention_scaling_scope; allowed: --set")
+    arguments = {"settings": {"attention_scaling_scope": "all"}}
+    refused("no tensor .*coef_bias.* it has .*coef_proj_bias.*, see --rename", **arguments)
+    refused("--rename: found beta; no tensor has it", **arguments, renames={"beta": "coef"})
+    arguments["renames"] = {".coef_proj_": ".coef_", ".pow_proj_": ".pow_"}
+    refused("allowed: --trust-remote-code to run it, or --no-verify", **arguments)
+    measured = read(**arguments, trust_remote_code=True)
+    assert max(measured.differences) < 1e-4
+    before, after = open_checkpoint(tmp_path / "c"), open_checkpoint(out)
+    assert all(torch.equal(before.read(key), after.read(key)) for key in before.model_keys)
+    assert acting_settings(before.config()) == acting_settings(after.config())
+
+    # Where their code means something else by an entry, the comparison says so.
+    code = foreign / "modeling_scaled.py"
+    code.write_text(code.read_text().replace("torch.log(p + 2)", "torch.log(p + 3)"))
+    with pytest.raises(VerificationError, match="largest difference of logits"):
+        read(**arguments, trust_remote_code=True, force=True)
