@@ -61,6 +61,12 @@ def model_card(title: str, info: Mapping[str, Any], hf: Mapping[str, Any]) -> st
     ]
     source = info.get("source", {}).get("name")
     lines += [f"Weights come from `{source}`.", ""] if source else []
+    if "auto_map" in hf:
+        lines += [
+            "Its attention is none that transformers has, so its code comes with it: load it with "
+            "`trust_remote_code=True`.",
+            "",
+        ]
     lines += ["## Attention", "", *_attention(hf), ""]
     arguments = _flat(info.get("arguments", {}))
     rows = [(key, arguments.get(key)) for key in _SETTINGS]
@@ -85,15 +91,26 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attention(hf: Mapping[str, Any]) -> list[str]:
-    layers = hf["num_hidden_layers"]
+    layers, rotary = hf["num_hidden_layers"], hf["rope_parameters"]
     windowed = hf.get("layer_types", []).count("sliding_attention")
-    rotary = sum(hf.get("no_rope_layers") or [1] * layers)
-    window = f"the last {hf['sliding_window']} tokens" if windowed else ""
-    return [
-        f"- {layers} layers, {rotary} with rotary positions (base {hf['rope_theta']:g}), "
-        f"{layers - rotary} without",
+    roped = sum(hf.get("no_rope_layers") or [1] * layers)
+    window = f"the last {hf.get('sliding_window')} tokens"
+    yarn = f", YaRN by {rotary['factor']:g}" if rotary["rope_type"] == "yarn" else ""
+    lines = [
+        f"- {layers} layers, {roped} with rotary positions (base {hf['rope_theta']:g}{yarn}), "
+        f"{layers - roped} without"
+        if roped
+        else f"- {layers} layers without rotary positions",
         f"- {windowed} layers see {window}, {layers - windowed} see everything"
         if windowed
         else "- every layer sees everything",
-        f"- declared for {hf['max_position_embeddings']} positions",
     ]
+    if hf.get("attention_alibi_slopes"):
+        biased = sum(slope != 0 for slope in hf["attention_alibi_slopes"])
+        lines += [f"- ALiBi's bias on {biased} of {hf['num_attention_heads']} heads"]
+    if hf.get("attention_scaling_enabled"):
+        scope = "on heads without positions" if hf["attention_scaling_scope"] == "nope" else ""
+        lines += [f"- query scaling: {hf['attention_scaling_type']} {scope}".rstrip()]
+    if hf.get("attention_function") == "entmax":
+        lines += [f"- entmax with alpha {hf['attention_entmax_alpha']:g} in place of softmax"]
+    return [*lines, f"- declared for {hf['max_position_embeddings']} positions"]

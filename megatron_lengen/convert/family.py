@@ -159,7 +159,8 @@ def acting_settings(config: LengenConfig) -> dict[str, Any]:
         "query_scaling_coef_shift": softplus,
     }
     fields.update({name: None for name, does in acts.items() if not does})
-    fields["position_embedding_type"] = ("yarn" if yarn else "rope") if rope else "none"
+    if not (rope or any(slopes)):
+        fields["position_embedding_type"] = "none"
     fields["no_rope_freq"] = [not kind.rope for kind in kinds]
     fields["window_attn_skip_freq"] = [kind.window is not None for kind in kinds]
     fields["alibi_slopes"] = slopes if any(slopes) else None

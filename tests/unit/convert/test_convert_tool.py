@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conversion_models import random_checkpoint
 
 from megatron_lengen.errors import run_main
 
@@ -62,6 +63,10 @@ def test_export_with_every_option(convert, checkpoint_folder, tmp_path):
         (["to-hf", "--load", ".", "--save", "x", "--dtype", "f8"], "error: argument --dtype:"),
         (["to-hf", "--load", ".", "--save", "x", "--set", "a"], "error: --set: found 'a'"),
         (["to-megatron", "--load", "a b", "--save", "x"], "error: --load: found a b; allowed:"),
+        (
+            ["to-megatron", "--load", ".", "--save", "x", "--rename", "a"],
+            "error: --rename: found 'a'",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(convert, arguments, message):
@@ -82,3 +87,25 @@ def test_a_failed_verification_is_code_1(convert, hf_folder, tmp_path):
     code, _, error = convert("to-megatron", "--load", folder, "--save", tmp_path / "c")
     assert code == 1 and not (tmp_path / "c").exists()
     assert error.startswith("error: verification failed:") and error.count("\n") == 1
+
+
+def test_a_family_that_cannot_hold_the_model_refuses_it(convert, tmp_path):
+    """NAPE and logarithmic scaling have no parameters whose loss could be noticed later."""
+    settings = {"position_embedding_type": "nape", "query_scaling": "log"}
+    random_checkpoint(tmp_path / "c", **settings)
+    for verify in ("--verify", "--no-verify"):
+        arguments = ["to-hf", "--load", tmp_path / "c", "--save", tmp_path / "o", verify]
+        code, out, error = convert(*arguments, "--family", "smollm3")
+        assert code == 2 and out == "" and not (tmp_path / "o").exists()
+        expected = "error: to-hf: smollm3 cannot represent --position-embedding-type nape\n"
+        assert error == expected
+    code, _, error = convert(*arguments)
+    assert code == 0, error
+    card = (tmp_path / "o" / "README.md").read_text()
+    for line in (
+        "load it with `trust_remote_code=True`",
+        "- 4 layers without rotary positions",
+        "- ALiBi's bias on 2 of 4 heads",
+        "- query scaling: log\n",
+    ):
+        assert line in card

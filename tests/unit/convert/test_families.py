@@ -99,7 +99,7 @@ def test_carried_or_refused(field):
         (LEARNED, "--query-scaling learned"),
         ({"query_scaling": "log"}, "--query-scaling log"),
         ({"attention_function": "entmax"}, "--attention-function entmax"),
-        ({"attention_function": "entmax", **NAPE}, "--alibi-slopes inverse"),
+        ({"attention_function": "entmax", **NAPE}, "--position-embedding-type nape"),
     ],
 )
 def test_stock_families_name_the_flag(settings, reason):
