@@ -18,21 +18,20 @@ MEMBER = r"rank {} \(node \S+, pid \d+\)"
 
 
 def ended(
-    command: list[str | Path], processes: int, logs: Path, stopped: int = -1, limit: float = 120
+    started: list[subprocess.Popen[bytes]], logs: Path, stopped: int = -1, limit: float = 180
 ) -> tuple[list[int], list[str]]:
     """Exit codes and logs once all have left by themselves, but for one that was stopped."""
-    started = start(command, processes, logs)
     waited_for = [process for rank, process in enumerate(started) if rank != stopped]
     end = time.monotonic() + limit
     try:
         while any(process.poll() is None for process in waited_for):
-            assert time.monotonic() < end, [tail(logs, rank) for rank in range(processes)]
+            assert time.monotonic() < end, [tail(logs, rank) for rank in range(len(started))]
             time.sleep(0.05)
     finally:
         for process in started:
             if process.poll() is None:
                 process.kill()
-    return [p.wait() for p in started], [tail(logs, rank) for rank in range(processes)]
+    return [p.wait() for p in started], [tail(logs, rank) for rank in range(len(started))]
 
 
 def lines(logs: list[str]) -> list[str]:
@@ -43,23 +42,49 @@ def lines(logs: list[str]) -> list[str]:
 
 # ---- ranks that leave ----------------------------------------------------------------------------
 
+# What one rank does (-1: each), the minutes that a rank may be silent, and how many there are.
+TROUBLES = [
+    ("dies", 0, 10.0, 2),
+    ("dies", 1, 10.0, 3),
+    ("stops", 0, 0.3, 2),
+    ("stops", 1, 0.3, 2),
+    ("sleeps", 1, 0.3, 2),
+    ("raises", 1, 10.0, 2),
+    ("raises", -1, 10.0, 3),
+    ("bad input", -1, 10.0, 2),
+    ("fault", 1, 10.0, 2),
+    ("nothing", 0, 0.2, 2),
+]
 
-@pytest.mark.parametrize("rank, processes", [(0, 2), (1, 3)])
-def test_a_rank_that_is_killed_ends_the_others(tmp_path, rank, processes):
-    before = time.monotonic()
-    codes, logs = ended([HERE / "watch_worker.py", "dies", str(rank), "10"], processes, tmp_path)
-    assert codes == [-9 if r == rank else 1 for r in range(processes)]
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[tuple[str, int], tuple[list[int], list[str]]]:
+    """Exit codes and logs by what happened to whom. Most of each run is waiting: all at once."""
+    folder = tmp_path_factory.mktemp("troubles")
+    runs = []
+    for what, rank, minutes, processes in TROUBLES:
+        logs = folder / f"{what}{rank}"
+        command = [HERE / "watch_worker.py", what, str(rank), str(minutes)]
+        runs.append(((what, rank), start(command, processes, logs), logs))
+    return {
+        key: ended(started, logs, stopped=key[1] if key[0] == "stops" else -1)
+        for key, started, logs in runs
+    }
+
+
+@pytest.mark.parametrize("rank, codes", [(0, [-9, 1]), (1, [1, -9, 1])])
+def test_a_rank_that_is_killed_ends_the_others(outcomes, rank, codes):
+    """Long before the ten minutes that it was given."""
+    found, logs = outcomes["dies", rank]
+    assert found == codes
     (said,) = lines(logs)
     assert re.fullmatch(rf"error: {MEMBER.format(rank)} died; last heard of at .*", said)
-    assert time.monotonic() - before < 60  # of ten minutes that it was given
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_ends_the_others_in_time(tmp_path, rank):
+def test_a_rank_that_is_stopped_ends_the_others_in_time(outcomes, rank):
     """With rank 0 the store that the ranks talk through stops, too."""
-    minutes = 0.2
-    command = [HERE / "watch_worker.py", "stops", str(rank), str(minutes)]
-    codes, logs = ended(command, 2, tmp_path, stopped=rank)
+    codes, logs = outcomes["stops", rank]
     assert codes[1 - rank] == 1
     (said,) = lines(logs)
     found = re.fullmatch(
@@ -68,20 +93,20 @@ def test_a_rank_that_is_stopped_ends_the_others_in_time(tmp_path, rank):
         said,
     )
     assert found, said
-    assert int(found[1]) <= 60 * minutes
+    assert int(found[1]) <= 60 * 0.3
 
 
-def test_a_rank_that_hangs_is_named_with_its_place(tmp_path):
-    codes, logs = ended([HERE / "watch_worker.py", "sleeps", "1", "0.1"], 2, tmp_path)
+def test_a_rank_that_hangs_is_named_with_its_place(outcomes):
+    codes, logs = outcomes["sleeps", 1]
     assert codes == [1, 1]
     (said,) = lines(logs)
     assert re.match(rf"error: {MEMBER.format(1)} hangs at parallel/watch_worker.py:\d+, it", said)
 
 
 @pytest.mark.parametrize("rank, processes", [(1, 2), (-1, 3)])
-def test_an_exception_is_shown_once(tmp_path, rank, processes):
+def test_an_exception_is_shown_once(outcomes, rank, processes):
     """With -1, on every rank at once: the first speaks for all."""
-    codes, logs = ended([HERE / "watch_worker.py", "raises", str(rank), "10"], processes, tmp_path)
+    codes, logs = outcomes["raises", rank]
     assert codes == [1] * processes
     said = "\n".join(lines(logs))
     assert said.count("Traceback") == 1
@@ -96,14 +121,14 @@ def test_an_exception_is_shown_once(tmp_path, rank, processes):
         ("fault", 1, 16, "error: a fault that has a code"),
     ],
 )
-def test_one_line_and_one_code_for_all(tmp_path, what, rank, code, line):
-    codes, logs = ended([HERE / "watch_worker.py", what, str(rank), "10"], 2, tmp_path)
+def test_one_line_and_one_code_for_all(outcomes, what, rank, code, line):
+    codes, logs = outcomes[what, rank]
     assert codes == [code] * 2
     assert lines(logs) == [line]
 
 
-def test_those_who_leave_at_the_end_are_not_missed(tmp_path):
-    codes, logs = ended([HERE / "watch_worker.py", "nothing", "0", "0.15"], 2, tmp_path)
+def test_those_who_leave_at_the_end_are_not_missed(outcomes):
+    codes, logs = outcomes["nothing", 0]
     assert codes == [0, 0], logs
     assert lines(logs) == []
 
@@ -136,7 +161,7 @@ def test_a_training_run_under_torchrun():
 
 def test_bad_input_on_one_rank_while_a_run_is_built(tmp_path):
     command = [WORKER, "bad-input-while-building", "1", "1", *argv("--train-iters 4")]
-    codes, logs = ended(command, 2, tmp_path)
+    codes, logs = ended(start(command, 2, tmp_path), tmp_path)
     assert codes == [2, 2]
     assert lines(logs) == ["error: --load: found a crack; allowed: none"]
 
