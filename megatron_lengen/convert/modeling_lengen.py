@@ -150,7 +150,9 @@ class LengenAttention(SmolLM3Attention):
         past = 0
         if cache is not None:
             past = int(cache.get_seq_length(self.layer_idx))
-            key, value = cache.update(key, value, self.layer_idx)
+            # In older versions caches of a fixed size have to be told where they are.
+            place = {name: kwargs[name] for name in ("cache_position",) if name in kwargs}
+            key, value = cache.update(key, value, self.layer_idx, place)
         if not self.plain:
             kwargs |= {"alibi_slopes": self.alibi_slopes, "entmax_alpha": self.entmax_alpha}
             kwargs["past"] = past

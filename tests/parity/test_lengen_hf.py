@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "convert")
 from conversion_models import random_checkpoint, reference_logits
 
 from megatron_lengen.convert import verify
+from megatron_lengen.convert.families import parse_settings
 from megatron_lengen.convert.family import acting_settings
 from megatron_lengen.convert.lengen import Lengen
 from megatron_lengen.convert.reader import open_checkpoint
@@ -115,6 +116,21 @@ def test_logits_agree_and_the_round_trip_is_bitwise(family, settings, tmp_path):
     assert (tmp_path / "back" / "config.json").read_text() == (
         tmp_path / "o" / "config.json"
     ).read_text()
+
+
+def test_yarn_put_on_the_way_acts_in_both_directions(tmp_path):
+    random_checkpoint(tmp_path / "c", **SMOLLM3)
+    settings = parse_settings(['rope_parameters={"rope_type": "yarn", "factor": 4}'])
+    tokens = torch.arange(60) % 101
+    checkpoint_to_hf(tmp_path / "c", tmp_path / "o", settings=settings, report=silent)
+    hf_to_checkpoint(tmp_path / "o", tmp_path / "again", report=silent)
+    opened = open_checkpoint(tmp_path / "again")
+    assert opened.config().original_max_position_embeddings == 128
+    with torch.inference_mode():
+        found = load_checkpoint_as_hf(tmp_path / "again")(tokens[None]).logits[0]
+    assert (found - reference_logits(opened.config(), opened.read, tokens)).abs().max() < 1e-4
+    plain = open_checkpoint(tmp_path / "c")
+    assert (found - reference_logits(plain.config(), plain.read, tokens)).abs().max() > 1e-2
 
 
 # ---- what verification must catch ----------------------------------------------------------------
