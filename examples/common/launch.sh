@@ -45,7 +45,7 @@ plain_command() {
         [ "$restarts" = 0 ] || fail "MAX_RESTARTS: found $restarts with one task for each process;" \
             "allowed: 0, or one task on each machine (--ntasks-per-node=1)"
         [ "${NPROC_PER_NODE:-1}" = 1 ] || fail "srun: found $SLURM_STEP_NUM_TASKS tasks on" \
-            "$SLURM_STEP_NUM_NODES machines with NPROC_PER_NODE=$NPROC_PER_NODE; allowed: one" \
+            "${SLURM_STEP_NUM_NODES:-1} machines with NPROC_PER_NODE=$NPROC_PER_NODE; allowed: one" \
             "task on each machine (--ntasks-per-node=1), or no NPROC_PER_NODE"
         find_master
         command=(env "RANK=$SLURM_PROCID" "WORLD_SIZE=$SLURM_STEP_NUM_TASKS"
