@@ -117,8 +117,8 @@ def build_datasets(
     validate = samples[1] > 0
     options: dict[str, Any] = {"split": split}
     if train_data_path:
-        valid = blend_of(valid_data_path) if valid_data_path and validate else None
-        options = {"blend_per_split": [blend_of(train_data_path), valid, None]}
+        held_out = blend_of(valid_data_path) if valid_data_path and validate else None
+        options = {"blend_per_split": [blend_of(train_data_path), held_out, None]}
     elif data_path:
         options["blend"] = blend_of(data_path)
     config = GPTDatasetConfig(
