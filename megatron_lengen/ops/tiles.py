@@ -25,6 +25,9 @@ from megatron_lengen.ops.weighting import Weighting, check_shapes
 
 QUERY_TILE = 256
 KEY_BLOCK = 64
+# Blocks of keys that a tile of one head remembers: longer rows have longer blocks, so that what
+# is remembered of all tiles together is linear in the length.
+MOST_BLOCKS = 512
 # Scores at a time: tiles get fewer queries where rows are long or heads are many.
 TILE_SCORES = 1 << 24
 
@@ -47,25 +50,33 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
         output = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
-        ctx.kept = []
-        for tile in _tiles(q, k, weighting):
-            scores = tile.scores(q, k)
-            weights = tile.weigh(scores)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        # All that stays is made at once: small tensors that stay between large ones that go
+        # would keep the allocator from using the same memory again.
+        numbers = torch.empty(2, *q.shape[:3], 1, dtype=wide, device=q.device)
+        ctx.tiles = list(_tiles(q, k, weighting))
+        blocks = sum(len(tile.blocks) for tile in ctx.tiles) if weighting.alpha != 1 else 0
+        marks = torch.ones(blocks, dtype=torch.bool, device=q.device)
+        for tile in ctx.tiles:
+            tile.remember(numbers, marks)
+            weights = tile.weigh(tile.scores(q, k))
             tile.of_queries(output).copy_(tile.product(tile.drop(weights), tile.of_keys(v)))
-            ctx.kept.append(tile)
-        ctx.save_for_backward(q, k, v)
+            tile.forget()
+        ctx.save_for_backward(q, k, v, numbers, marks)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v = ctx.saved_tensors
+        q, k, v, numbers, marks = ctx.saved_tensors
         dq = torch.empty_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for tile in ctx.kept:
+        for tile in ctx.tiles:
+            tile.remember(numbers, marks)
             weights = tile.weigh_again(tile.scores(q, k))
             tile.backward(weights, grad, (q, k, v), (dq, dk, dv))
+            tile.forget()
         return dq, dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -76,19 +87,54 @@ class _Tile:
     Args:
         heads, groups: query heads, and the key/value heads that they share.
         queries: numbers among the queries at hand.
-        keys: numbers of the keys: a slice, or [n] int64 once blocks were left out.
+        span: numbers of the keys that may have weight.
         first_query: the number, among the keys, of the first query at hand.
-        largest, second: [b, heads, queries, 1], what backward needs to weigh again.
+        first_block: the number, among the marks of all tiles, of this one's first.
     """
 
     weighting: Weighting
     heads: range
     groups: range
     queries: range
-    keys: slice | Tensor
+    span: range
     first_query: int
-    largest: Tensor | None = None
-    second: Tensor | None = None
+    first_block: int = 0
+
+    def __post_init__(self) -> None:
+        self.left_out = False
+        self.largest: Tensor | None = None
+        self.second: Tensor | None = None
+        self.marks: Tensor | None = None
+        self.keys: slice | Tensor = slice(self.span.start, self.span.stop)
+
+    def remember(self, numbers: Tensor, marks: Tensor) -> None:
+        """Find one's own part of what stays until backward.
+
+        Args:
+            numbers: [2, b, hq, sq, 1], the largest score, and the sum or the threshold.
+            marks: [blocks of all tiles], True for blocks of keys with weight.
+        """
+        self.largest, self.second = (self.of_queries(x) for x in numbers)
+        if self.weighting.alpha == 1:
+            return
+        self.marks = marks[self.first_block : self.first_block + len(self.blocks)]
+        if self.left_out:
+            self.keys = self._marked_keys()
+
+    def forget(self) -> None:
+        """Let go of it, and of the list of keys."""
+        self.largest = self.second = self.marks = None
+        self.keys = slice(self.span.start, self.span.stop)
+
+    @property
+    def block(self) -> int:
+        """Keys of a block."""
+        return KEY_BLOCK * -(-len(self.span) // (KEY_BLOCK * MOST_BLOCKS))
+
+    @property
+    def blocks(self) -> range:
+        """Numbers of the blocks of the span."""
+        return range(-(-len(self.span) // self.block))
 
     # ---- parts of tensors ----------------------------------------------------------------------
 
@@ -130,16 +176,17 @@ class _Tile:
 
     def weigh(self, scores: Tensor) -> Tensor:
         """Weights of scores (overwritten); for entmax of the keys that have some, which stay."""
-        self.largest = scores.amax(-1, keepdim=True)
+        assert self.largest is not None and self.second is not None
+        self.largest.copy_(scores.amax(-1, keepdim=True))
         scores -= self.largest
         alpha = self.weighting.alpha
         if alpha == 1:
             weights = scores.exp_()
-            self.second = weights.sum(-1, keepdim=True)
+            self.second.copy_(weights.sum(-1, keepdim=True))
             return weights.div_(self.second)
         scores *= alpha - 1
         scores = self._leave_out(scores, scores > -1)
-        self.second = entmax_threshold(scores, alpha)
+        self.second.copy_(entmax_threshold(scores, alpha))
         weights = weights_above(scores, self.second, alpha)
         return self._leave_out(weights, weights > 0)
 
@@ -204,14 +251,23 @@ class _Tile:
 
     def _leave_out(self, x: Tensor, needed: Tensor) -> Tensor:
         """x [b, heads, queries, keys] without the blocks of keys that nobody needs."""
+        assert self.marks is not None
+        of_key = (self.key_numbers(x.device) - self.span.start) // self.block
         any_query = needed.flatten(0, 2).any(0)
-        padded = torch.nn.functional.pad(any_query, (0, -len(any_query) % KEY_BLOCK))
-        blocks = padded.view(-1, KEY_BLOCK).any(1)
-        kept = blocks.repeat_interleave(KEY_BLOCK)[: len(any_query)].nonzero().squeeze(1)
+        blocks = torch.zeros_like(self.marks).index_fill_(0, of_key[any_query], True)
+        kept = blocks[of_key].nonzero().squeeze(1)
         if len(kept) > 0.75 * len(any_query):  # copying would cost more than it saves
             return x
-        self.keys = self.key_numbers(x.device)[kept]
+        self.marks.copy_(blocks)
+        self.left_out = True
+        self.keys = self._marked_keys()
         return x[..., kept]
+
+    def _marked_keys(self) -> Tensor:
+        """[n] int64, the keys of the marked blocks."""
+        assert self.marks is not None
+        of_span = self.marks.repeat_interleave(self.block)[: len(self.span)]
+        return of_span.nonzero().squeeze(1) + self.span.start
 
 
 def _tiles(q: Tensor, k: Tensor, weighting: Weighting) -> Iterator[_Tile]:
@@ -223,15 +279,19 @@ def _tiles(q: Tensor, k: Tensor, weighting: Weighting) -> Iterator[_Tile]:
     reach = sk if weighting.window is None else min(sk, QUERY_TILE + weighting.window)
     rows = max(16, min(QUERY_TILE, TILE_SCORES // (b * at_once * reach)))
     firsts = first_keys(q, k, weighting, rows).amin(0).tolist()
+    blocks = 0
     for number, start in enumerate(range(0, sq, rows)):
         stop = min(start + rows, sq)
         for head in range(0, heads, at_once):
             first = min(of_head[number] for of_head in firsts[head : head + at_once])
-            yield _Tile(
+            tile = _Tile(
                 weighting=weighting,
                 heads=range(head, head + at_once),
                 groups=range(head // share, max(head // share + 1, (head + at_once) // share)),
                 queries=range(start, stop),
-                keys=slice(first, sk - sq + stop),
+                span=range(first, sk - sq + stop),
                 first_query=sk - sq,
+                first_block=blocks,
             )
+            blocks += len(tile.blocks)
+            yield tile
