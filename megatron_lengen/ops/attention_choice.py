@@ -114,25 +114,25 @@ def choose(request: Request, packages: frozenset[str]) -> Choice:
     for backend in ORDER["softmax" if request.alpha == 1 else "entmax"]:
         if not _is_candidate(backend, request, packages):
             continue
-        lacks = _lacks(backend, request, packages)
-        if lacks is None:
+        lacking = lacks(backend, request, packages)
+        if lacking is None:
             return Choice(backend, tuple(passed_over))
-        passed_over.append((backend, lacks))
+        passed_over.append((backend, lacking))
     raise AssertionError("tiles serve everything")
 
 
 def choose_aloud(request: Request) -> str:
     """The backend for a request here; what is passed over for a feature is logged once."""
     choice = choose(request, installed())
-    for backend, lacks in choice.passed_over:
-        _say(backend, lacks, choice.backend)
+    for backend, lacking in choice.passed_over:
+        _say(backend, lacking, choice.backend)
     return choice.backend
 
 
 @functools.cache
-def _say(backend: str, lacks: str, taken: str) -> None:
+def _say(backend: str, lacking: str, taken: str) -> None:
     if is_first_rank():
-        logger.warning("attention: no %s in %s; %s used", lacks, TITLES[backend], TITLES[taken])
+        logger.warning("attention: no %s in %s; %s used", lacking, TITLES[backend], TITLES[taken])
 
 
 def _is_candidate(backend: str, request: Request, packages: frozenset[str]) -> bool:
@@ -154,7 +154,7 @@ def _is_candidate(backend: str, request: Request, packages: frozenset[str]) -> b
     return not (backend == "flex" and plain)
 
 
-def _lacks(backend: str, request: Request, packages: frozenset[str]) -> str | None:
+def lacks(backend: str, request: Request, packages: frozenset[str]) -> str | None:
     """The first thing that a backend would not compute of a request, or None."""
     if backend == "te":
         return _lacks_te(request, packages)
@@ -182,17 +182,17 @@ def _first(request: Request, missing: set[str]) -> str | None:
 
 def _lacks_te(request: Request, packages: frozenset[str]) -> str | None:
     # Documents would need packed rows, and a mask of weights our coordinates.
-    lacks = "entmax" if request.alpha != 1 else _first(request, {"documents", "dropout"})
-    if lacks is None and request.queries != request.keys:
-        lacks = "queries of a part of the row"
-    if lacks is None and request.dtype not in _HALVES:
-        lacks = "linear memory for fp32"  # its own fallback writes S x S scores
-    if lacks is None and "slopes" in request.features:
+    lacking = "entmax" if request.alpha != 1 else _first(request, {"documents", "dropout"})
+    if lacking is None and request.queries != request.keys:
+        lacking = "queries of a part of the row"
+    if lacking is None and request.dtype not in _HALVES:
+        lacking = "linear memory for fp32"  # its own fallback writes S x S scores
+    if lacking is None and "slopes" in request.features:
         if request.context_parallel:
-            lacks = "ALiBi slopes under context parallelism"
+            lacking = "ALiBi slopes under context parallelism"
         elif "flash_attn" not in packages:
-            lacks = "ALiBi slopes without flash-attn"  # cuDNN's way writes an S x S bias
-    return lacks
+            lacking = "ALiBi slopes without flash-attn"  # cuDNN's way writes an S x S bias
+    return lacking
 
 
 def _lacks_compiled(request: Request, packages: frozenset[str], least: int) -> str | None:
@@ -209,11 +209,11 @@ def _lacks_adasplash(request: Request) -> str | None:
     """What adasplash 0.2 documents and asserts; scales are folded into the queries."""
     if request.alpha != 1.5:
         return f"alpha {request.alpha:g}"
-    lacks = _first(request, {"window", "slopes", "documents", "dropout"})
-    if lacks is None and request.channels not in (16, 32, 64, 128, 256):
-        lacks = f"heads of {request.channels} channels"
-    if lacks is None and request.queries != request.keys:
-        lacks = "queries of a part of the row"
-    if lacks is None and (request.keys < 64 or request.keys & (request.keys - 1)):
-        lacks = f"rows of {request.keys} keys"
-    return lacks
+    lacking = _first(request, {"window", "slopes", "documents", "dropout"})
+    if lacking is None and request.channels not in (16, 32, 64, 128, 256):
+        lacking = f"heads of {request.channels} channels"
+    if lacking is None and request.queries != request.keys:
+        lacking = "queries of a part of the row"
+    if lacking is None and (request.keys < 64 or request.keys & (request.keys - 1)):
+        lacking = f"rows of {request.keys} keys"
+    return lacking
