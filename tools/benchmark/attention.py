@@ -20,7 +20,6 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -234,10 +233,15 @@ def peak_growth(args: argparse.Namespace, length: int) -> float:
         before = torch.cuda.max_memory_allocated()
         seconds_of(form, qkv)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak_kibibytes()
     seconds_of(form, qkv)
-    pages = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return max(4, pages) / 2**10
+    return max(4, _peak_kibibytes() - before) / 2**10
+
+
+def _peak_kibibytes() -> int:
+    """The most memory this process has had; getrusage would answer for its parent too."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 # ---- results -------------------------------------------------------------------------------------
