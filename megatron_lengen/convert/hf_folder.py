@@ -20,7 +20,7 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What a conversion needs of a repository; weights in the older .bin form only if no other is there.
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 _HUB_OLD_WEIGHTS = ["pytorch_model*.bin"]
 
 

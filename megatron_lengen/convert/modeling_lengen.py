@@ -34,6 +34,7 @@ class LengenModelConfig(SmolLM3Config):
     """SmolLM3's settings, and those of the additions."""
 
     model_type = "lengen"
+    base_model_tp_plan = None  # the additions know heads by their number among all
 
     attention_function: str = "softmax"
     attention_entmax_alpha: float = 1.5

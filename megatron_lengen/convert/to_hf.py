@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatron_lengen.convert.hf_folder import (
     ShardWriter,
     write_json,
 )
+from megatron_lengen.convert.loading import load_hf_fp32, load_state_dict_as_hf
 from megatron_lengen.convert.mapping import pad_vocabulary
 from megatron_lengen.convert.reader import Checkpoint, open_checkpoint
 from megatron_lengen.convert.staging import check_target, staged_folder
@@ -123,42 +123,6 @@ def load_checkpoint_as_hf(
     lost = sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"])
     require(not lost, f"{source.checkpoint.folder}: not matched: {', '.join(lost[:5])}")
     return model.eval()
-
-
-def load_hf_fp32(folder: Path, model_class: Any) -> tuple[Any, dict[str, Any]]:
-    """A folder's model in fp32 with transformers' loading report."""
-    with quiet_transformers():
-        return model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-
-
-def load_state_dict_as_hf(
-    hf: Mapping[str, Any], tensors: dict[str, Tensor], model_class: Any
-) -> tuple[Any, dict[str, Any]]:
-    """A model from a configuration and tensors, in the configuration's dtype."""
-    with quiet_transformers():
-        return model_class.from_pretrained(
-            None,
-            config=model_class.config_class.from_dict(dict(hf)),
-            state_dict=tensors,
-            dtype=getattr(torch, hf["dtype"]),
-            output_loading_info=True,
-        )
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Transformers without its progress bars and reminders; what matters is checked by callers."""
-    from transformers.utils import logging
-
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def chosen_dtype(name: str) -> torch.dtype | None:

@@ -14,15 +14,14 @@ from megatron_lengen.convert.families import family_named, family_of
 from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.hf_folder import HFFolder, fetch_folder
 from megatron_lengen.convert.lengen import is_foreign
-from megatron_lengen.convert.mapping import Rule, pad_vocabulary
-from megatron_lengen.convert.reader import open_checkpoint
-from megatron_lengen.convert.to_hf import (
-    VOCABULARY_TABLES,
-    chosen_dtype,
+from megatron_lengen.convert.loading import (
     load_hf_fp32,
     load_state_dict_as_hf,
     quiet_transformers,
 )
+from megatron_lengen.convert.mapping import Rule, pad_vocabulary
+from megatron_lengen.convert.reader import open_checkpoint
+from megatron_lengen.convert.to_hf import VOCABULARY_TABLES, chosen_dtype
 from megatron_lengen.convert.tokens import ID_KEYS, importer
 from megatron_lengen.convert.verify import Verified, verify_models
 from megatron_lengen.convert.writer import write_release

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_lengen.convert.loading import quiet_transformers
 from megatron_lengen.data.tokenizer import (
     SAVED_NAME,
     TOKENIZER_FILES,
@@ -39,7 +40,9 @@ def export_tokenizer(saved: Path | None, folder: Path) -> dict[str, int | None]:
         return {**ids, "eos_token_id": note["eod"]}
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with quiet_transformers():
+        # Said aloud, since otherwise transformers asks a person whether to run the model's code.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return {key: getattr(tokenizer, key) for key in ID_KEYS}
 
 

@@ -364,7 +364,9 @@ def _auto_tokenizer(name: str, revision: str | None) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise missing_package("transformers", "a Hugging Face tokenizer") from error
-    options = {} if revision is None else {"revision": revision}
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    # Said aloud, since otherwise a folder whose model brings code makes transformers ask a person.
+    options["trust_remote_code"] = False
     if not Path(name).exists():
         check_on_hub(name, "--tokenizer")
     try:

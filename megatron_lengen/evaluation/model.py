@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lengen.convert.lengen import register_lengen
-from megatron_lengen.convert.to_hf import quiet_transformers
+from megatron_lengen.convert.loading import quiet_transformers
 from megatron_lengen.data.hub import check_on_hub
 from megatron_lengen.errors import BadInput
 from megatron_lengen.evaluation.attention import ATTENTION_NAME, register_attention
@@ -235,7 +235,11 @@ def _from_pretrained(source: ModelSource, dtype: torch.dtype) -> Any:
     try:
         with quiet_transformers():
             model, info = AutoModelForCausalLM.from_pretrained(
-                source.name, revision=revision, dtype=dtype, output_loading_info=True
+                source.name,
+                revision=revision,
+                dtype=dtype,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())

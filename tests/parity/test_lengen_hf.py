@@ -228,7 +228,7 @@ def test_pipelines_generate_text(folder_with_tokenizer):
     generate = pipeline("text-generation", str(folder_with_tokenizer), trust_remote_code=True)
     asked = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
     (answer,) = generate("Once upon", **asked)
-    tokenizer = AutoTokenizer.from_pretrained(folder_with_tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(folder_with_tokenizer, trust_remote_code=False)
     ids = tokenizer("Once upon", return_tensors="pt").input_ids
     grown = ids
     with torch.inference_mode():
@@ -238,6 +238,21 @@ def test_pipelines_generate_text(folder_with_tokenizer):
     assert answer["generated_text"] == tokenizer.decode(
         grown[0, ids.shape[1] :], skip_special_tokens=True
     )
+
+
+def test_nobody_is_asked_whether_to_run_code(folder_with_tokenizer, tmp_path, monkeypatch):
+    """Transformers asks on the terminal unless it is told; conversion and evaluation tell it."""
+    from megatron_lengen.evaluation.model import load_model, load_tokenizer
+    from megatron_lengen.evaluation.sources import find_model
+
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    hf_to_checkpoint(folder_with_tokenizer, tmp_path / "c", verify=False, report=silent)
+    checkpoint_to_hf(tmp_path / "c", tmp_path / "o", verify=False, report=silent)
+    source = find_model(str(tmp_path / "o"))
+    text = load_tokenizer(source).encode("Once upon")
+    assert load_model(source, "cpu").greedy(torch.tensor([text]), 2).shape == (1, 2)
+    assert asked == []
 
 
 def test_lm_evaluation_harness_loads_it(folder_with_tokenizer):
