@@ -187,3 +187,18 @@ def test_sizes(text, size):
 def test_bad_sizes(text):
     with pytest.raises(BadInput, match="--max-shard-size"):
         parse_size(text)
+
+
+def test_names_can_be_replaced(folder):
+    """Tensors keep their content; two never become one."""
+    write(folder, 10**9)
+    read = HFFolder(folder, {"a": "layer.x"})
+    assert sorted(read.names) == ["b", "c", "d", "layer.x"]
+    assert torch.equal(read.read("layer.x"), TENSORS["a"])
+    assert read.meta("layer.x").shape == (10, 10)
+    for renames, message in (
+        ({"a": "b"}, "--rename: b would be two tensors"),
+        ({"z": "b"}, "--rename: found z; no tensor has it"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            HFFolder(folder, renames)

@@ -10,6 +10,7 @@ from megatron_lengen.convert.mapping import (
     gate_up,
     grouped_qkv,
     pad_vocabulary,
+    per_head,
     vocabulary,
 )
 from megatron_lengen.errors import BadInput
@@ -91,3 +92,12 @@ def test_layers_are_written_out():
         ("a.1.w", ("b.1.w",)),
         ("c", ("d",)),
     ]
+
+
+def test_rows_of_heads_are_counted(config):
+    rule, rows = per_head("ours", "theirs"), torch.randn(4, 8)
+    assert torch.equal(rule.to_theirs(rows, config)["theirs"], rows)
+    assert torch.equal(rule.to_ours([rows], config), rows)
+    for way in (lambda: rule.to_theirs(rows[:3], config), lambda: rule.to_ours([rows[:3]], config)):
+        with pytest.raises(BadInput, match="found 3 rows; the configuration asks for 4"):
+            way()
