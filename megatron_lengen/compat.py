@@ -24,6 +24,8 @@ def hide_unusable_packages() -> None:
     """Make broken optional packages look absent; called before Megatron-Core is imported."""
     for message in ("Apex is not installed", "Transformer Engine and Apex are not installed"):
         warnings.filterwarnings("ignore", message=message)
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # Megatron-Core's own calls
+        warnings.filterwarnings("ignore", message=f"`torch.distributed.{name}` is deprecated")
     if not _imports("transformer_engine"):
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     # NVIDIA's apex brings the compiled module amp_C; the package of that name on PyPI does not.

@@ -351,7 +351,7 @@ def parse_layers(text: str, num_layers: int, flag: str = "--dropout-layers") -> 
         first, last = int(match[1]), int(match[2] or match[1])
         require(
             first <= last < num_layers,
-            f"{flag}: found {part}; allowed: layers 0 to {num_layers - 1}",
+            f"{flag}: found {part}; allowed: layers 0 to {num_layers - 1}, ranges from low to high",
         )
         layers.update(range(first, last + 1))
     return frozenset(layers)

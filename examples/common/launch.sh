@@ -108,7 +108,7 @@ start() {
     unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT "${!PET_@}"
     if [ "${1:-}" != torchrun ] && [ -n "${LOG_DIR:-}" ]; then
         ! one_task_a_process || LOG_DIR+="/rank-$SLURM_PROCID"
-        mkdir -p "$LOG_DIR" || fail "LOG_DIR: cannot write to $LOG_DIR"
+        mkdir -p "$LOG_DIR" 2>/dev/null || fail "LOG_DIR: cannot write to $LOG_DIR"
         exec > >(trap '' TERM INT USR1; exec tee "$LOG_DIR/stdout.log") \
             2> >(trap '' TERM INT USR1; exec tee "$LOG_DIR/stderr.log" >&2)
     fi
@@ -126,6 +126,9 @@ case "${1:-}" in
     ;;
 esac
 (($# > 0)) || fail "launch.sh: no script given; use: launch.sh SCRIPT [ARGUMENTS...]"
+case "$1" in -*) fail "launch.sh: found $1; allowed: --max-restarts N, then a script" ;; esac
+case "${DRY_RUN:-0}" in 0 | 1) ;; *) fail "DRY_RUN: found $DRY_RUN; allowed: 0 or 1" ;; esac
+[ -z "${PYTHON:-}" ] || command -v "$PYTHON" >/dev/null || fail "PYTHON: found no program $PYTHON"
 script="$1"
 shift
 [ -f "$script" ] || [ ! -f "$LENGEN_ROOT/$script" ] || script="$LENGEN_ROOT/$script"
@@ -141,6 +144,9 @@ if [ -n "${RANK:-}" ] && [ -n "${WORLD_SIZE:-}" ] && [ -n "${LOCAL_RANK:-}" ]; t
 fi
 
 find_layout
+for name in OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS; do
+    [ -z "${!name:-}" ] || check_number "$name" "${!name}" 1 4096
+done
 kind=plain
 one_task_a_process || ((total == 1 && restarts == 0)) || kind=torchrun
 "${kind}_command" "$@"
@@ -156,6 +162,7 @@ if [ "$kind" = torchrun ]; then
             ;;
         esac
     done
+    [ -z "${LOG_DIR:-}" ] || mkdir -p "$LOG_DIR" 2>/dev/null || fail "LOG_DIR: cannot write to $LOG_DIR"
     check_arguments "$@"
     if ((nodes > 1)) && [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
         echo "note: not started by srun: waiting for the other machines" >&2
