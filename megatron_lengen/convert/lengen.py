@@ -81,32 +81,28 @@ class Lengen(SmolLM3):
         return {**hf, **entries} if scaled else hf
 
     def architecture(self, hf: dict[str, Any]) -> dict[str, Any]:
-        ours = {
+        fields = {
             **super().architecture(hf),
             "attention_function": hf["attention_function"],
             "entmax_alpha": hf["attention_entmax_alpha"],
         }
         if hf["attention_scaling_enabled"]:
-            ours |= {ours: hf[theirs] for theirs, ours in _SCALING.items()}
+            fields |= {ours: hf[theirs] for theirs, ours in _SCALING.items()}
             # Ours cannot start as the identity without a bias; these weights have started already.
-            ours["query_scaling_identity_init"] &= ours["query_scaling_proj_bias"]
+            fields["query_scaling_identity_init"] &= fields["query_scaling_proj_bias"]
         if hf["attention_alibi_slopes"] is not None:
-            rope = ours["position_embedding_type"] != "none"
+            rope = fields["position_embedding_type"] != "none"
             require(not rope, "attention_alibi_slopes: found with rotary positions; allowed: none")
-            ours |= _nape(hf["attention_alibi_slopes"], hf["num_attention_heads"])
-        return ours
+            fields |= _nape(hf["attention_alibi_slopes"], hf["num_attention_heads"])
+        return fields
 
     def with_settings(self, hf: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-        for theirs, ours in {**_SCALING, "attention_entmax_alpha": "entmax_alpha"}.items():
-            kind, value = (
-                type(LengenConfig.__dataclass_fields__[ours].default),
-                settings.get(theirs),
-            )
+        entries = {**_SCALING, "attention_entmax_alpha": "entmax_alpha"}
+        for name in sorted(entries.keys() & settings.keys()):
+            kind = type(LengenConfig.__dataclass_fields__[entries[name]].default)
+            value = settings[name]
             fits = type(value) is kind or (kind is float and type(value) is int)
-            require(
-                fits or theirs not in settings,
-                f"--set {theirs}: found {value}; allowed: {_KINDS[kind]}",
-            )
+            require(fits, f"--set {name}: found {value}; allowed: {_KINDS[kind]}")
         return super().with_settings(hf, settings)
 
     def attention_kinds(self, model: Any) -> list[AttentionKind]:
