@@ -137,10 +137,8 @@ def _say(backend: str, lacking: str, taken: str) -> None:
 
 def _is_candidate(backend: str, request: Request, packages: frozenset[str]) -> bool:
     """Whether a backend is there for such requests at all."""
-    if backend == "tiles":
+    if backend in ("blocks", "tiles"):
         return True
-    if backend == "blocks":  # a part of a row would keep masks and keys for every few queries
-        return request.queries in (1, request.keys)
     if request.device != "cuda":
         return False
     if backend == "te":
@@ -161,7 +159,10 @@ def lacks(backend: str, request: Request, packages: frozenset[str]) -> str | Non
     if backend == "flex":
         return _first(request, {"dropout"}) or _lacks_compiled(request, packages, least=16)
     if backend == "blocks":
-        return _first(request, {"slopes", "documents", "dropout"})
+        lacks = _first(request, {"slopes", "documents", "dropout"})
+        if lacks is None and request.queries not in (1, request.keys):
+            lacks = "queries of a part of the row"  # it would keep masks for every few of them
+        return lacks
     if backend == "adasplash":
         return _lacks_adasplash(request)
     if backend == "triton":
