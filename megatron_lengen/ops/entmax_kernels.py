@@ -24,6 +24,12 @@ def _rows(x, numbers, stride, length, channels, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _of_head(x, strides, batch, head):
+    """x from the rows of a batch and a head on; offsets go beyond 32 bits."""
+    return x + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+
+
+@triton.jit
 def _dot(a, b):
     """a @ b, summed in fp32; no TF32 for fp32."""
     return tl.dot(a, b, input_precision="ieee")
@@ -91,9 +97,9 @@ def _sight(
     if documents is not None:
         documents += batch * keys
         document_i = tl.load(documents + i)
-    q += batch * q_strides[0] + head * q_strides[1]
+    q = _of_head(q, q_strides, batch, head)
     tile_queries = _rows(q, rows, q_strides[2], queries, channels, BLOCK_D)
-    k += batch * k_strides[0] + group * k_strides[1]
+    k = _of_head(k, k_strides, batch, group)
     slope = tl.load(slopes + head)
     sight = (
         tile_queries, k, k_strides[2], i, document_i, documents, slope, scale, window, keys,
@@ -184,7 +190,7 @@ def forward(
     )  # fmt: skip
     place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     marks += place * number_of_marks
-    v += batch * v_strides[0] + head // share * v_strides[1]
+    v = _of_head(v, v_strides, batch, head // share)
     first = tl.load(starts + place) // BLOCK_N
     count = (tl.max(rows, 0) + keys - queries) // BLOCK_N + 1 - first
     m = _largest(sight, first, count, marks, per_mark, E, BLOCK_M, BLOCK_D, BLOCK_N)
@@ -249,8 +255,8 @@ def backward_queries(
     )  # fmt: skip
     place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     marks += place * number_of_marks
-    v += batch * v_strides[0] + head // share * v_strides[1]
-    grad += batch * grad_strides[0] + head * grad_strides[1]
+    v = _of_head(v, v_strides, batch, head // share)
+    grad = _of_head(grad, grad_strides, batch, head)
     grads = _rows(grad, rows, grad_strides[2], queries, value_channels, BLOCK_V)
     at = tl.program_id(1).to(tl.int64) * queries + rows
     m, tau, total = tl.load(largest + at), tl.load(threshold + at), tl.load(sums + at)
@@ -291,13 +297,14 @@ def backward_keys(
     block, groups = tl.program_id(0), heads // share
     batch, group = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
     j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    v += batch * v_strides[0] + group * v_strides[1]
+    v = _of_head(v, v_strides, batch, group)
     values = _rows(v, j, v_strides[2], keys, value_channels, BLOCK_V)
     of_keys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     of_values = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     tiles = tl.cdiv(queries, BLOCK_M)
     first = tl.maximum(block * BLOCK_N - (keys - queries), 0) // BLOCK_M
-    for head in range(group * share, (group + 1) * share):
+    for number in range(share):
+        head = group * share + number
         of_head = batch * heads + head
         last = tl.load(ends + of_head * number_of_marks + block // per_mark)
         for tile in range(first, last):
@@ -311,10 +318,8 @@ def backward_keys(
                 m, tau, total = tl.load(largest + at), tl.load(threshold + at), tl.load(sums + at)
                 inside = tile * BLOCK_M + tl.arange(0, BLOCK_M) < queries
                 weights, s, _ = _again(sight, m, tau, total, block, inside, E, BLOCK_D, BLOCK_N)
-                grads = _rows(
-                    grad + batch * grad_strides[0] + head * grad_strides[1], rows,
-                    grad_strides[2], queries, value_channels, BLOCK_V,
-                )  # fmt: skip
+                of_rows = _of_head(grad, grad_strides, batch, head)
+                grads = _rows(of_rows, rows, grad_strides[2], queries, value_channels, BLOCK_V)
                 of_values += _dot(tl.trans(weights.to(grads.dtype)), grads)
                 weight_grads = _dot(grads, tl.trans(values))
                 score_grads = s * (weight_grads - tl.load(mean + at)[:, None])

@@ -67,6 +67,19 @@ def error_of_strided() -> float:
     return float(max(errors))
 
 
+def error_beyond_32_bits() -> float:
+    """Heads and rows 2^27 elements apart, of memory that is never touched in between."""
+    apart = 2**27
+    memory = torch.empty(17 * apart, dtype=torch.float16)
+    q = memory.as_strided((1, 17, 5, 16), (1, apart, 16, 1))
+    q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(0)))
+    k = memory.as_strided((1, 1, 17, 16), (1, 1, apart, 1))
+    qkv = [q.requires_grad_(), k.requires_grad_(), k.detach().requires_grad_()]
+    weighting = Weighting(alpha=1.5)
+    found = entmax_attention(*qkv, weighting, Blocks(16, 16, 4))
+    return largest_error(qkv, found, naive_attention(*qkv, weighting))
+
+
 def share_of_blocks_with_weight() -> float:
     """Under a steep slope, of the blocks that causality leaves."""
     q, k, v = Case("", 1.5, 128, 128, 1, heads=1).inputs()
@@ -93,6 +106,7 @@ def main() -> None:
     entmax_kernels._dot = dot_in_fp32
     found: dict[str, float | bool] = {name: error_of(*of) for name, of in CASES.items()}
     found["strided"] = error_of_strided()
+    found["beyond 32 bits"] = error_beyond_32_bits()
     found["share of blocks"] = share_of_blocks_with_weight()
     found["documents leak"] = other_document_changes_bits()
     entmax_triton.MOST_MARKS = 3
