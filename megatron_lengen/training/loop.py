@@ -177,13 +177,16 @@ class Trainer:
         config, training = self.settings.model, self.settings.training
         found = self.settings.load_from
         origin = f"loaded {found.folder}" if found else "initial weights"
+        ranks = config.context_parallel_size
+        context = f"CP {ranks}, " if ranks > 1 else ""
         dropout = "no dropout"
         if config.dropout_on:
             dropout = f"{config.dropout_variant} dropout p = {config.exact_dropout_rate:.4g}"
         print(
             f"{dist.get_world_size()} processes (TP {config.tensor_model_parallel_size}, PP "
-            f"{config.pipeline_model_parallel_size}, DP {self.settings.data_parallel_size}) on "
-            f"{host.device().type}, {config.transformer_impl} layers, "
+            f"{config.pipeline_model_parallel_size}, {context}DP "
+            f"{self.settings.data_parallel_size}) on {host.device().type}, "
+            f"{config.transformer_impl} layers, "
             f"{'bf16' if config.bf16 else 'fp32'}, {dropout}; {origin}; iteration "
             f"{self.progress.iteration} of {training.train_iters}, batches of "
             f"{training.global_batch_size} x {config.seq_length} tokens",

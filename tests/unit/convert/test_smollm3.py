@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conversion_models import FULL, SLIDING, random_smollm3
+from conversion_models import FULL, SLIDING, random_smollm3, tiny_architecture
 
 from megatron_lengen.config import LengenConfig, config_from_architecture
 from megatron_lengen.convert.families import family_for, parse_settings
@@ -17,20 +17,7 @@ FAMILY = SmolLM3()
 
 
 def make_config(layers=8, **settings):
-    return config_from_architecture(
-        {
-            "num_layers": layers,
-            "hidden_size": 32,
-            "ffn_hidden_size": 48,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
-            "gated_linear_unit": True,
-            "add_bias_linear": False,
-            "vocab_size": 101,
-            "max_position_embeddings": 128,
-            **settings,
-        }
-    )
+    return config_from_architecture(tiny_architecture(num_layers=layers, **settings))
 
 
 def as_transformers_reads(hf, tmp_path):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from evaluation_models import VOCAB, lengen, llama, smollm3, windowed_entmax
-from torch.utils._python_dispatch import TorchDispatchMode
+from evaluation_models import VOCAB, TensorSizes, lengen, llama, smollm3, windowed_entmax
 
 from megatron_lengen.evaluation.model import load_model, prepare_model
 from megatron_lengen.evaluation.sources import find_model
@@ -77,14 +76,6 @@ def test_what_it_cannot_do_is_refused():
 
 def test_memory_stays_linear_at_16_thousand_tokens():
     """No tensor is a twelfth of S x S for one head; S x S for both would be 2 GiB."""
-    sizes = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            sizes.extend(t.numel() for t in [result] if isinstance(t, torch.Tensor))
-            return result
-
     length = 16384
     model = lengen(
         hidden_size=16,
@@ -96,9 +87,9 @@ def test_memory_stays_linear_at_16_thousand_tokens():
         attention_function="entmax",
     )
     ours, ids = prepare_model(model), random_ids(1, length)
-    with Watch():
+    with TensorSizes() as made:
         ours.hidden(ids)
-    assert 0 < max(sizes) < length * length // 12
+    assert 0 < max(made.sizes) < length * length // 12
 
 
 def test_an_exported_folder_loads_without_running_its_code(tmp_path):

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from evaluation_models import VOCAB, llama, smollm3
+from evaluation_models import VOCAB, TensorSizes, llama, smollm3
 
 from megatron_lengen.errors import BadInput
 from megatron_lengen.evaluation.model import load_model, load_tokenizer, prepare_model
@@ -95,21 +95,11 @@ def test_default_slices_bound_the_logits():
 
 def test_memory_of_attention_is_linear():
     """No tensor of the forward has S x S elements; the largest are S x (2 W) and S x hidden."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    sizes = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            sizes.extend(t.numel() for t in [result] if isinstance(t, torch.Tensor))
-            return result
-
     ours = prepare_model(smollm3())
     length = 2048
-    with Watch():
+    with TensorSizes() as made:
         ours.hidden(random_ids(1, length))
-    assert 0 < max(sizes) < length * length // 4
+    assert 0 < max(made.sizes) < length * length // 4
 
 
 def test_forced_tokens_are_those_of_the_full_forward():
