@@ -21,6 +21,12 @@ from megatron_lengen.attention_checks import check_attention
 from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.config_checks import check, parse_layers, per_layer
 from megatron_lengen.errors import BadInput, require
+from megatron_lengen.mamba_config import (
+    MAMBA_ARCHITECTURE_FIELDS,
+    Mamba2Fields,
+    check_mamba,
+    settle,
+)
 from megatron_lengen.ops.mask import STEPS
 
 # What makes a model the model it is: stored in checkpoints and taken from them on loading.
@@ -95,7 +101,7 @@ class LayerKind(NamedTuple):
 
 
 @dataclass
-class LengenConfig(TransformerConfig):
+class LengenConfig(Mamba2Fields, TransformerConfig):
     """Configuration of a model of this package; shapes, positions, windows and dropout."""
 
     hidden_dropout: float = 0.0
@@ -272,8 +278,10 @@ class LengenConfig(TransformerConfig):
 
     def _set_yarn(self) -> None:
         """Megatron-Core reads YaRN's settings from attributes that its dataclass does not have."""
+        settle(self)
         if self.original_max_position_embeddings is None:
             self.original_max_position_embeddings = self.max_position_embeddings or self.seq_length
+        check_mamba(self)
         self.yarn_rotary_scaling_factor = self.rotary_scaling_factor
         self.yarn_original_max_position_embeddings = self.original_max_position_embeddings
         self.yarn_beta_fast, self.yarn_beta_slow = self.beta_fast, self.beta_slow
@@ -334,8 +342,10 @@ class LengenConfig(TransformerConfig):
 
     def architecture(self) -> dict[str, Any]:
         """The fields that define the model, as plain JSON values."""
-        fields = {name: getattr(self, name) for name in ARCHITECTURE_FIELDS}
-        if self.sliding_window is None and self.window_size is not None:
+        mamba = self.decoder == "mamba2"
+        names = MAMBA_ARCHITECTURE_FIELDS if mamba else ARCHITECTURE_FIELDS
+        fields = {name: getattr(self, name) for name in names}
+        if not mamba and self.sliding_window is None and self.window_size is not None:
             fields["sliding_window"] = self.window_size[0] + 1
         return fields
 

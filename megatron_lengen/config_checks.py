@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_lengen import mamba_config
 from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.errors import BadInput, require
 from megatron_lengen.ops.mask import MAX_LAYER, STEPS
@@ -229,11 +230,13 @@ def _check_dropout(config: LengenConfig) -> None:
     if config.dropout_layers is not None:
         parse_layers(config.dropout_layers, config.num_layers)
     _check_skipped(config)
+    mamba = config.decoder == "mamba2"
+    letters = mamba_config.PROJECTION_LETTERS if mamba else PROJECTION_LETTERS
     for letter in config.dropout_letters:
         require(
-            letter in PROJECTION_LETTERS,
+            letter in letters,
             f"--dropout-apply-to: found {letter!r}; allowed: letters of "
-            f"{','.join(PROJECTION_LETTERS)} separated by commas",
+            f"{','.join(letters)} separated by commas",
         )
     if config.dropout_letters:
         require(
@@ -257,8 +260,10 @@ def _check_skipped(config: LengenConfig) -> None:
     """Every pattern of --dropout-skip-modules meets a module that could have dropout."""
     if config.dropout_skip_modules is None:
         return
-    names = [f"decoder.layers.{i}.{s}" for i in range(config.num_layers) for s in DROPOUT_MODULES]
-    names.append("decoder.final_layernorm")
+    mamba = config.decoder == "mamba2"
+    modules = mamba_config.DROPOUT_MODULES if mamba else DROPOUT_MODULES
+    names = [f"decoder.layers.{i}.{module}" for i in range(config.num_layers) for module in modules]
+    names.append("decoder.final_norm" if mamba else "decoder.final_layernorm")
     for pattern in config.dropout_skip_modules.split(","):
         require(
             bool(fnmatch.filter(names, pattern.strip())),
