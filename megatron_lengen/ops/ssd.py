@@ -1,0 +1,173 @@
+"""The state space recurrence of Mamba2 (SSD, Dao & Gu 2024), for whole rows and for one token.
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T,   y_t = C_t h_t + D x_t
+
+Memory grows linearly with the length: the autograd function keeps its inputs and some states.
+Shapes: b rows, l tokens, h heads, p channels of a head, g groups, n numbers of state for each
+channel; head i reads B and C of group i // (h // g).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lengen.ops import ssd_chunks
+from megatron_lengen.ops.ssd_chunks import Inputs
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int = 256,
+    D: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence over whole rows.
+
+    Args:
+        x: [b, l, h, p].
+        dt: [b, l, h], positive.
+        A: [h], negative.
+        B, C: [b, l, g, n].
+        chunk_size: how mamba-ssm's kernels cut rows; the result does not depend on it.
+        D: [h] or None.
+        seq_idx: int [b, l], the document of each token, or None; the state is zero where a new
+            one starts.
+        initial_states: [b, h, p, n], the state before the first token; it belongs to the first
+            document.
+        return_final_states: whether the state after the last token is returned, too.
+
+    Returns:
+        y [b, l, h, p] in x's dtype, or (y, states [b, h, p, n]); states are fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: for shapes that do not fit each other.
+    """
+    _check(x, dt, A, B, C, D, seq_idx, initial_states, chunk_size)
+    if initial_states is None:
+        initial_states = x.new_zeros(
+            x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.promote_types(x.dtype, torch.float32)
+        )
+    documents = None if seq_idx is None else _numbered(seq_idx)
+    y, final = _Scan.apply(x, dt, A, B, C, D, initial_states, documents)
+    return (y, final) if return_final_states else y
+
+
+def ssd_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor,
+    *,
+    D: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence's next token.
+
+    Args:
+        x: [b, h, p].
+        dt: [b, h], positive.
+        A: [h], negative.
+        B, C: [b, g, n].
+        state: [b, h, p, n]; it is not changed.
+        D: [h] or None.
+
+    Returns:
+        y [b, h, p] in x's dtype, and the new state.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g = B.shape[1]
+    values, steps = x.to(wide), dt.to(wide)
+    own_B, own_C = (z.to(wide).repeat_interleave(x.shape[1] // g, dim=1) for z in (B, C))
+    decay = (steps * A.to(wide)).exp()[..., None, None]
+    added = (steps[..., None] * values)[..., None] * own_B[:, :, None]
+    state = torch.addcmul(added, decay, state.to(wide))
+    y = (state @ own_C[..., None])[..., 0]
+    if D is not None:
+        y = torch.addcmul(y, values, D.to(wide)[:, None])
+    return y.to(x.dtype), state
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        initial: Tensor,
+        documents: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = Inputs(x, dt, A, B, C, D, documents)
+        y, final, kept = ssd_chunks.forward(inputs, initial.to(inputs.wide))
+        ctx.pieces = [len(states) for states in kept]
+        ctx.save_for_backward(*inputs, *(state for states in kept for state in states))
+        ctx.initial_dtype = initial.dtype
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        inputs = Inputs(*(next(saved) for _ in Inputs._fields))
+        kept = [[next(saved) for _ in range(pieces)] for pieces in ctx.pieces]
+        grads, dinitial = ssd_chunks.backward(inputs, kept, dy, dfinal)
+        of_inputs = (grads.x, grads.dt, grads.A, grads.B, grads.C, grads.D)
+        cast = [
+            None if source is None else grad.to(source.dtype)
+            for grad, source in zip(of_inputs, inputs, strict=False)
+        ]
+        return *cast, dinitial.to(ctx.initial_dtype), None
+
+
+def _numbered(seq_idx: Tensor) -> Tensor:
+    """[b, l] numbers that only grow: an old number that comes again is a new document."""
+    changes = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return torch.nn.functional.pad(changes.to(torch.int32).cumsum(1, dtype=torch.int32), (1, 0))
+
+
+def _check(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor | None,
+    initial_states: Tensor | None,
+    chunk_size: int,
+) -> None:
+    if x.dim() != 4 or B.dim() != 4:
+        raise ValueError(f"x of {list(x.shape)} and B of {list(B.shape)}: found no four dimensions")
+    b, length, h, p = x.shape
+    g, n = B.shape[2:]
+    wanted = {
+        "dt": (dt, (b, length, h)),
+        "A": (A, (h,)),
+        "B": (B, (b, length, g, n)),
+        "C": (C, (b, length, g, n)),
+        "D": (D, (h,)),
+        "seq_idx": (seq_idx, (b, length)),
+        "initial_states": (initial_states, (b, h, p, n)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} of {list(tensor.shape)} does not fit {list(shape)}")
+    if g < 1 or h % g:
+        raise ValueError(f"{h} heads cannot be shared out among {g} groups")
+    if chunk_size < 1:
+        raise ValueError(f"chunks of {chunk_size} tokens")
