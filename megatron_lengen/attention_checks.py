@@ -28,6 +28,7 @@ def check_attention(config: LengenConfig) -> None:
         found = getattr(config, name)
         flag = "--" + name.replace("_", "-")
         require(found in allowed, f"{flag}: found {found}; allowed: {', '.join(allowed)}")
+    _check_scaled_rope(config)
     _check_yarn(config)
     _check_nape(config)
     _check_scaling(config)
@@ -43,6 +44,38 @@ def check_attention(config: LengenConfig) -> None:
         )
 
 
+def _check_scaled_rope(config: LengenConfig) -> None:
+    original = config.original_max_position_embeddings
+    require(
+        original is None or original >= 1,
+        f"--original-max-position-embeddings: found {original}; allowed: 1 or more",
+    )
+    linear = config.rotary_seq_len_interpolation_factor
+    rope = config.position_embedding_type == "rope"
+    for flag, given in (
+        ("--use-rope-scaling", config.use_rope_scaling),
+        ("--rotary-seq-len-interpolation-factor", linear is not None),
+    ):
+        require(rope or not given, f"{flag}: needs --position-embedding-type rope")
+    require(
+        linear is None or 1 <= linear < math.inf,
+        f"--rotary-seq-len-interpolation-factor: found {linear}; allowed: 1 or more",
+    )
+    if not config.use_rope_scaling:
+        return
+    require(
+        linear is None,
+        "--use-rope-scaling and --rotary-seq-len-interpolation-factor: give one of them",
+    )
+    factor, low, high = config.rope_scaling_factor, config.low_freq_factor, config.high_freq_factor
+    require(1 <= factor < math.inf, f"--rope-scaling-factor: found {factor}; allowed: 1 or more")
+    require(
+        0 < low < high < math.inf,
+        f"--low-freq-factor and --high-freq-factor: found {low} and {high}; "
+        "allowed: 0 < low < high",
+    )
+
+
 def _check_yarn(config: LengenConfig) -> None:
     factor, yarn = config.rotary_scaling_factor, config.position_embedding_type == "yarn"
     require(factor >= 1, f"--rotary-scaling-factor: found {factor}; allowed: 1 or more")
@@ -52,11 +85,6 @@ def _check_yarn(config: LengenConfig) -> None:
     require(
         config.rotary_percent == 1,
         f"--rotary-percent: found {config.rotary_percent}; allowed with yarn: 1",
-    )
-    original = config.original_max_position_embeddings
-    require(
-        original is None or original >= 1,
-        f"--original-max-position-embeddings: found {original}; allowed: 1 or more",
     )
     require(
         0 < config.beta_slow < config.beta_fast,

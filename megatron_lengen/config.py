@@ -47,6 +47,11 @@ ARCHITECTURE_FIELDS = (
     "position_embedding_type",
     "rotary_base",
     "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "rotary_seq_len_interpolation_factor",
     "rotary_scaling_factor",
     "original_max_position_embeddings",
     "beta_fast",
@@ -147,11 +152,29 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
     rotary_percent: float = 1.0
     """Share of each head's channels that rotate."""
 
+    use_rope_scaling: bool = False
+    """Slow the lower rotary frequencies down as Llama 3.1 does."""
+
+    rope_scaling_factor: float = 8.0
+    """Llama 3.1's scaling: what the lowest frequencies are divided by."""
+
+    low_freq_factor: float = 1.0
+    """Llama 3.1's scaling: turns within the original positions below which a channel is slowed
+    by the whole factor."""
+
+    high_freq_factor: float = 4.0
+    """Llama 3.1's scaling: turns within the original positions above which a channel is left
+    alone."""
+
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide all rotary angles by this (Hugging Face's `linear` scaling)."""
+
     rotary_scaling_factor: float = 1.0
     """YaRN: how many times longer than --original-max-position-embeddings rows may be."""
 
     original_max_position_embeddings: int | None = None
-    """YaRN: positions before stretching (default: --max-position-embeddings)."""
+    """YaRN and Llama 3.1's scaling: positions before stretching (default:
+    --max-position-embeddings with YaRN, 8192 with --use-rope-scaling)."""
 
     beta_fast: float = 32.0
     """YaRN: rotations within the original positions above which a channel is left alone."""
@@ -255,8 +278,10 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
     """Treat the shift beta as a constant in backward."""
 
     def __post_init__(self) -> None:
+        settle(self)
         check(self)
         check_attention(self)
+        check_mamba(self)
         if self.transformer_impl == "auto":
             usable = torch.cuda.is_available() and have_transformer_engine()
             self.transformer_impl = "transformer_engine" if usable else "local"
@@ -269,6 +294,8 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
         self.embedding_init_method = _leave_weights
         if self.position_embedding_type == "yarn":
             self._set_yarn()
+        elif self.use_rope_scaling and self.original_max_position_embeddings is None:
+            self.original_max_position_embeddings = 8192  # Megatron-LM's
         try:
             super().__post_init__()
         except (ValueError, AssertionError) as error:
@@ -278,10 +305,8 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
 
     def _set_yarn(self) -> None:
         """Megatron-Core reads YaRN's settings from attributes that its dataclass does not have."""
-        settle(self)
         if self.original_max_position_embeddings is None:
             self.original_max_position_embeddings = self.max_position_embeddings or self.seq_length
-        check_mamba(self)
         self.yarn_rotary_scaling_factor = self.rotary_scaling_factor
         self.yarn_original_max_position_embeddings = self.original_max_position_embeddings
         self.yarn_beta_fast, self.yarn_beta_slow = self.beta_fast, self.beta_slow

@@ -95,9 +95,10 @@ def _attention(hf: Mapping[str, Any]) -> list[str]:
     windowed = hf.get("layer_types", []).count("sliding_attention")
     roped = sum(hf.get("no_rope_layers") or [1] * layers)
     window = f"the last {hf.get('sliding_window')} tokens"
-    yarn = f", YaRN by {rotary['factor']:g}" if rotary["rope_type"] == "yarn" else ""
+    scaled = rotary["rope_type"] != "default"
+    scaling = f", {rotary['rope_type']} scaling by {rotary['factor']:g}" if scaled else ""
     lines = [
-        f"- {layers} layers, {roped} with rotary positions (base {hf['rope_theta']:g}{yarn}), "
+        f"- {layers} layers, {roped} with rotary positions (base {hf['rope_theta']:g}{scaling}), "
         f"{layers - roped} without"
         if roped
         else f"- {layers} layers without rotary positions",

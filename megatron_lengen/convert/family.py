@@ -21,7 +21,8 @@ SCALING_SETTINGS = (
     "log_base",
     "weight_scale",
 )
-_YARN = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+_YARN = ("rotary_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_LLAMA3 = ("rope_scaling_factor", "low_freq_factor", "high_freq_factor")
 
 
 class AttentionKind(NamedTuple):
@@ -141,15 +142,18 @@ def acting_settings(config: LengenConfig) -> dict[str, Any]:
     kinds = expected_kinds(config)
     rope, slopes = any(kind.rope for kind in kinds), head_slopes(config)
     yarn = rope and config.position_embedding_type == "yarn"
+    llama3 = rope and config.use_rope_scaling
     learned = config.query_scaling == "learned"
     softplus = learned and config.query_scaling_coef_activation == "softplus_shifted"
     acts = {
         "make_vocab_size_divisible_by": False,  # rows of padding, which are not exported
         "rotary_base": rope,
         "rotary_percent": rope,
+        "rotary_seq_len_interpolation_factor": rope,
+        "use_rope_scaling": rope,
+        **dict.fromkeys(_LLAMA3, llama3),
         **dict.fromkeys(_YARN, yarn),
-        "mscale": yarn,
-        "mscale_all_dim": yarn,
+        "original_max_position_embeddings": llama3 or yarn,
         "sliding_window": any(kind.window for kind in kinds),
         "nape_alibi_heads": False,  # the slopes say it
         "entmax_alpha": config.attention_function == "entmax",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.convert.family import AttentionKind, Family
 from megatron_lengen.convert.mapping import Rule, direct, gate_up, grouped_qkv, vocabulary
-from megatron_lengen.errors import BadInput, require
+from megatron_lengen.convert.rotary import changed_rope, rope_parameters, rotary_fields
+from megatron_lengen.errors import require
 
 _OURS, _THEIRS = "decoder.layers.{i}.", "model.layers.{i}."
 
@@ -51,7 +51,7 @@ class LlamaBlocks(Family):
         return super().objection(config)
 
     def hf_config(self, config: LengenConfig) -> dict[str, Any]:
-        rotary = _rope_parameters(config)
+        rotary = rope_parameters(config)
         hf = {
             "architectures": [self.architecture_class],
             "model_type": self.name,
@@ -102,29 +102,14 @@ class LlamaBlocks(Family):
             "add_qkv_bias": False,
             "vocab_size": hf["vocab_size"],
             "max_position_embeddings": hf["max_position_embeddings"],
-            **_rotary_settings(hf["rope_parameters"]),
+            **rotary_fields(hf["rope_parameters"]),
             "untie_embeddings_and_output_weights": not hf["tie_word_embeddings"],
             "init_method_std": hf["initializer_range"],
         }
 
     def with_settings(self, hf: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-        out = {**hf, **settings}
-        rotary = settings.get("rope_parameters", {})
-        require(
-            isinstance(rotary, dict),
-            f'--set rope_parameters: found {rotary}; allowed: as in {{"rope_type": "yarn", '
-            '"factor": 4}',
-        )
-        stored = hf["rope_parameters"]
-        theta = settings.get("rope_theta", rotary.get("rope_theta", stored["rope_theta"]))
-        number = isinstance(theta, int | float) and not isinstance(theta, bool) and theta > 0
-        require(number, f"--set rope_theta: found {theta}; allowed: a number above 0")
-        rotary = {**(rotary or stored), "rope_theta": float(theta)}
-        if rotary.setdefault("rope_type", "default") == "yarn":
-            # What the weights were trained for, not what they are declared for from now on.
-            before = hf["max_position_embeddings"]
-            rotary.setdefault("original_max_position_embeddings", before)
-        return {**out, "rope_theta": float(theta), "rope_parameters": rotary}
+        rotary = changed_rope(hf, settings)
+        return {**hf, **settings, "rope_theta": rotary["rope_theta"], "rope_parameters": rotary}
 
 
 class Llama(LlamaBlocks):
@@ -156,69 +141,3 @@ def _projections(kind: str) -> list[Rule]:
         ),
         direct(f"{mlp}linear_fc2.{kind}", f"{their_mlp}down_proj.{kind}"),
     ]
-
-
-def _rope_parameters(config: LengenConfig) -> dict[str, Any]:
-    theta = float(config.rotary_base)
-    if config.position_embedding_type != "yarn":
-        return {"rope_type": "default", "rope_theta": theta}
-    rotary = {
-        "rope_type": "yarn",
-        "rope_theta": theta,
-        "factor": float(config.rotary_scaling_factor),
-        "original_max_position_embeddings": config.original_max_position_embeddings,
-        "beta_fast": float(config.beta_fast),
-        "beta_slow": float(config.beta_slow),
-        "truncate": True,
-    }
-    if config.mscale is not None:
-        rotary |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
-    return rotary
-
-
-def _rotary_settings(rotary: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `LengenConfig` for `rope_parameters`.
-
-    Raises:
-        BadInput: for a kind of rotary positions that our models do not have.
-    """
-    kind = rotary.get("rope_type", "default")
-    require(
-        kind in ("default", "yarn"),
-        f"rope_parameters: found rope_type {kind}; allowed: default, yarn",
-    )
-    part = rotary.get("partial_rotary_factor") or 1.0
-    require(part == 1.0, f"partial_rotary_factor: found {part}; allowed: 1")
-    settings = {"rotary_base": rotary["rope_theta"], "rotary_percent": 1.0}
-    if kind == "default":
-        return {**settings, "position_embedding_type": "rope"}
-    require(
-        rotary.get("truncate", True) is not False,
-        "rope_parameters: found truncate false; allowed: true",
-    )
-    factor = rotary.get("factor")
-    if not isinstance(factor, int | float):
-        raise BadInput(f"rope_parameters: found factor {factor}; allowed: 1 or more")
-    both = [rotary.get("mscale"), rotary.get("mscale_all_dim")]
-    mscale, all_dim = both if all(both) else (None, None)  # one alone does nothing
-    usual = _mscale(factor, mscale or 1) / (_mscale(factor, all_dim) if all_dim else 1)
-    given = rotary.get("attention_factor")
-    require(
-        given is None or math.isclose(given, usual, rel_tol=1e-6),
-        f"rope_parameters: found attention_factor {given}; allowed: {usual:.6g}",
-    )
-    return {
-        **settings,
-        "position_embedding_type": "yarn",
-        "rotary_scaling_factor": factor,
-        "original_max_position_embeddings": rotary.get("original_max_position_embeddings"),
-        "beta_fast": rotary.get("beta_fast") or 32.0,
-        "beta_slow": rotary.get("beta_slow") or 1.0,
-        "mscale": mscale,
-        "mscale_all_dim": all_dim,
-    }
-
-
-def _mscale(factor: float, multiplier: float) -> float:
-    """YaRN's factor on cosines and sines (Peng et al. 2023)."""
-    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0

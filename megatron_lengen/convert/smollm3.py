@@ -14,6 +14,13 @@ from megatron_lengen.convert.family import AttentionKind
 from megatron_lengen.convert.llama import LlamaBlocks
 from megatron_lengen.errors import require
 
+# What scales rotary positions needs some.
+_NO_ROPE = {
+    "position_embedding_type": "none",
+    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "rotary_scaling_factor": 1.0,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -45,7 +52,7 @@ class SmolLM3(LlamaBlocks):
         shared = super().architecture(hf)
         return {
             **shared,
-            "position_embedding_type": shared["position_embedding_type"] if any(rope) else "none",
+            **({} if any(rope) else _NO_ROPE),
             "sliding_window": hf["sliding_window"] if any(windowed) else None,
             "window_attn_skip_freq": windowed if any(windowed) else None,
             "no_rope_freq": [1 - r for r in rope] if any(rope) else None,

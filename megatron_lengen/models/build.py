@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
+from megatron_lengen.layers.rotary import scale_frequencies
 from megatron_lengen.models.gpt_specs import KEYS_OF_FUSED_LAYERS, gpt_block_spec
 from megatron_lengen.models.sites import assign_sites
 from megatron_lengen.models.weights import fill_weights, initialize_weights
@@ -49,6 +50,8 @@ def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> GPTModel:
         rotary_base=config.rotary_base,
         vp_stage=vp_stage,
     )
+    if config.position_embedding_type == "rope":
+        scale_frequencies(model.rotary_pos_emb, config)
     assign_sites(model, config)
     if last:
         _hide_padded_vocabulary(model, config)

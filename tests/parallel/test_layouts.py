@@ -13,13 +13,15 @@ FEWER = 6  # enough where nothing is rounded
 LOSS, NORM = 1e-5, 1e-4  # relative
 
 # Dropout of each kind: at the norm, on the sublayers' outputs, at every projection, inside the
-# attention, with everything that attention can do.
+# attention, with everything that attention and its positions can do.
 DROPOUT = {
     "vpad": "--dropout-variant vpad --dropout-rate 0.3",
     "pre_norm": "--dropout-variant pre_norm --dropout-rate 0.1",
-    "everywhere": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d",
+    "everywhere": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d"
+    " --use-rope-scaling --original-max-position-embeddings 16",
     "attached": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d"
-    " --dropout-no-detach-alpha --dropout-no-detach-beta",
+    " --dropout-no-detach-alpha --dropout-no-detach-beta"
+    " --rotary-seq-len-interpolation-factor 3",
     "nape": "--dropout-variant vpad --dropout-rate 0.2 --attention-dropout 0.2"
     " --position-embedding-type nape --query-scaling learned --query-scaling-scope nope"
     " --no-query-scaling-identity-init",

@@ -120,6 +120,31 @@ REFUSED = [
         {"attention_dropout": 0.1, "attention_dropout_layers": "9"},
         "--attention-dropout-layers: found 9",
     ),
+    (
+        {"use_rope_scaling": True, "position_embedding_type": "nape"},
+        "--use-rope-scaling: needs --position-embedding-type rope",
+    ),
+    ({"use_rope_scaling": True, "rope_scaling_factor": 0.5}, "--rope-scaling-factor: found 0.5"),
+    (
+        {"use_rope_scaling": True, "low_freq_factor": 4.0},
+        "--low-freq-factor and --high-freq-factor: found 4.0 and 4.0",
+    ),
+    (
+        {"use_rope_scaling": True, "original_max_position_embeddings": 0},
+        "--original-max-position-embeddings: found 0",
+    ),
+    (
+        {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
+        "--use-rope-scaling and --rotary-seq-len-interpolation-factor: give one",
+    ),
+    (
+        {"rotary_seq_len_interpolation_factor": 2.0, "position_embedding_type": "yarn"},
+        "--rotary-seq-len-interpolation-factor: needs --position-embedding-type rope",
+    ),
+    (
+        {"rotary_seq_len_interpolation_factor": float("nan")},
+        "--rotary-seq-len-interpolation-factor: found nan",
+    ),
     ({"rotary_scaling_factor": 4.0}, "--rotary-scaling-factor: needs .* yarn"),
     (
         {"position_embedding_type": "yarn", "rotary_scaling_factor": 0.5},

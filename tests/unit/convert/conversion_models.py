@@ -180,6 +180,18 @@ def _rotate(x: Tensor, config: LengenConfig) -> Tensor:
     half, base = d // 2, config.rotary_base
     rates = base ** (-torch.arange(half).double() * 2 / d)
     size = 1.0
+    if config.rotary_seq_len_interpolation_factor is not None:
+        rates = rates / config.rotary_seq_len_interpolation_factor
+    if config.use_rope_scaling:
+        for channel, rate in enumerate(rates.tolist()):
+            length, original = 2 * math.pi / rate, config.original_max_position_embeddings
+            low, high = config.low_freq_factor, config.high_freq_factor
+            if length > original / low:
+                rates[channel] = rate / config.rope_scaling_factor
+            elif length > original / high:
+                smooth = (original / length - low) / (high - low)
+                slow = rate / config.rope_scaling_factor
+                rates[channel] = (1 - smooth) * slow + smooth * rate
     if config.position_embedding_type == "yarn":
         factor, original = config.rotary_scaling_factor, config.original_max_position_embeddings
 

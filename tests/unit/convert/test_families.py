@@ -18,6 +18,7 @@ ALL, SMOL, OWN = {"smollm3", "llama", "lengen"}, {"smollm3", "lengen"}, {"lengen
 NONE: set[str] = set()
 WINDOW = {"sliding_window": 8}
 YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "beta_fast": 16.0}
+LLAMA3 = {"use_rope_scaling": True}
 NAPE = {"position_embedding_type": "nape"}
 LEARNED = {"query_scaling": "learned"}
 SHIFTED = {**LEARNED, "query_scaling_coef_activation": "softplus_shifted"}
@@ -38,6 +39,11 @@ FIELDS = {
     "position_embedding_type": ("none", {}, SMOL),
     "rotary_base": (5e5, {}, ALL),
     "rotary_percent": (0.5, {}, NONE),
+    "use_rope_scaling": (True, {}, ALL),
+    "rope_scaling_factor": (4.0, LLAMA3, ALL),
+    "low_freq_factor": (2.0, LLAMA3, ALL),
+    "high_freq_factor": (8.0, LLAMA3, ALL),
+    "rotary_seq_len_interpolation_factor": (2.5, {}, ALL),
     "rotary_scaling_factor": (8.0, YARN, ALL),
     "original_max_position_embeddings": (64, YARN, ALL),
     "beta_fast": (8.0, YARN, ALL),
@@ -176,10 +182,43 @@ def test_yarn_in_and_out():
         ({"attention_factor": 1.0}, "found attention_factor 1.0; allowed: 1.13863"),
         ({"truncate": False}, "found truncate false"),
         ({"factor": None}, "found factor None"),
-        ({"rope_type": "llama3"}, "found rope_type llama3; allowed: default, yarn"),
+        ({"factor": 0.5}, "found factor 0.5; allowed: 1 or more"),
+        ({"rope_type": "linear", "factor": True}, "found factor True"),
+        ({"rope_type": "llama3"}, "found low_freq_factor None; allowed: a number above 0"),
+        (
+            {"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4.0},
+            "found low_freq_factor 4 and high_freq_factor 4.0; allowed: low below high",
+        ),
+        ({"original_max_position_embeddings": 0}, "found original_max_position_embeddings 0"),
+        ({"beta_fast": "wide"}, "found beta_fast wide"),
+        ({"rope_theta": 0}, "rope_parameters: found rope_theta 0; allowed: a number above 0"),
+        ({"rope_type": "dynamic"}, "found rope_type dynamic; allowed: default, linear, llama3"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5"),
     ):
         with pytest.raises(BadInput, match=message):
             read(**changes)
+
+
+def test_scalings_put_on_the_way():
+    """What Llama 3.1's needs has its own values, positions those declared until then."""
+    llama = family_named("llama")
+    hf = llama.hf_config(make_config())
+
+    def config(**rotary):
+        out = llama.apply(hf, {"rope_parameters": rotary, "max_position_embeddings": 512})
+        return config_from_architecture(llama.architecture(out))
+
+    plain = make_config()
+    found = config(rope_type="llama3", factor=2, high_freq_factor=3)
+    assert found.use_rope_scaling and found.original_max_position_embeddings == 128
+    assert (found.rope_scaling_factor, found.low_freq_factor, found.high_freq_factor) == (2, 1, 3)
+    assert found.rotary_base == plain.rotary_base
+    found = config(rope_type="linear", factor=4)
+    assert found.rotary_seq_len_interpolation_factor == 4 and not found.use_rope_scaling
+    with pytest.raises(BadInput, match="found rope_type dynamic"):
+        config(rope_type="dynamic", factor=4)
+    with pytest.raises(BadInput, match="rope_parameters: found factor None"):
+        config(rope_type="linear")
 
 
 def test_yarn_put_on_the_way():

@@ -185,7 +185,7 @@ def test_transformers_default_puts_windows_on_the_other_layers(tmp_path):
         (["no_rope_layers=1,0"], "no_rope_layers: found"),
         (["layer_types=a,b,c,d"], "layer_types: found"),
         ([f"layer_types={SLIDING},{FULL},{FULL},{FULL}"], "use_sliding_window False"),
-        (["rope_theta=big"], "rope_theta: found big"),
+        (["rope_theta=big"], "found rope_theta big; allowed: a number above 0"),
         (["rope_theta=1", "rope_theta=2"], "rope_theta twice"),
     ],
 )
@@ -198,9 +198,11 @@ def test_bad_settings_are_refused(items, message, tmp_path):
 
 def test_other_rope_types_are_refused(tmp_path):
     hf = FAMILY.hf_config(make_config())
-    hf["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    with pytest.raises(BadInput, match="found rope_type linear; allowed: default, yarn"):
-        FAMILY.architecture(hf)
+    for kind in ("dynamic", "longrope", "proportional", "su"):
+        hf["rope_parameters"] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+        known = "allowed: default, linear, llama3, yarn"
+        with pytest.raises(BadInput, match=f"found rope_type {kind}; {known}"):
+            FAMILY.architecture(hf)
 
 
 def test_pattern_is_read_by_the_names_of_layers():

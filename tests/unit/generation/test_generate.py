@@ -18,6 +18,7 @@ MODELS = {
     "windows and global layers": {},
     "nape": {"position_embedding_type": "nape"},
     "yarn": {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0},
+    "llama3": {"use_rope_scaling": True, "original_max_position_embeddings": 16},
     "scaled": LEARNED,
     "ssmax": {"query_scaling": "ssmax", "query_scaling_scope": "nope"},
     "entmax": {"attention_function": "entmax"},

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.usefixtures("process_groups")
 SCHEMES = {
     "rope": {},
     "yarn": {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0},
+    "llama3": {"use_rope_scaling": True, "original_max_position_embeddings": 64},
+    "linear": {"rotary_seq_len_interpolation_factor": 3.0},
     "nape": {"position_embedding_type": "nape"},
     "none": {"position_embedding_type": "none"},
     "entmax": {"attention_function": "entmax"},
@@ -37,7 +39,7 @@ def test_longer_rows_begin_like_shorter_ones(name):
     assert torch.equal(model(tokens[:, :LENGTH]), short)
 
 
-@pytest.mark.parametrize("name", ["rope", "yarn"])
+@pytest.mark.parametrize("name", ["rope", "yarn", "llama3"])
 def test_angles_at_position_one_million_are_fp32_in_bf16_models(name):
     config = tiny_config(**SCHEMES[name], bf16=True, params_dtype=torch.bfloat16)
     (chunk,) = build_chunks(config)
