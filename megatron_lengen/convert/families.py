@@ -10,13 +10,14 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.lengen import Lengen, is_foreign
 from megatron_lengen.convert.llama import Llama
+from megatron_lengen.convert.mistral import Mistral
 from megatron_lengen.convert.smollm3 import SmolLM3
 from megatron_lengen.errors import BadInput, require
 
 
 def families() -> tuple[Family, ...]:
     """All known families, in the order in which a model is offered to them."""
-    return (SmolLM3(), Llama(), Lengen())
+    return (SmolLM3(), Llama(), Mistral(), Lengen())
 
 
 def family_named(name: str, flag: str = "--family") -> Family:

@@ -1,4 +1,4 @@
-"""Llama: rotary positions on every layer, no windows; and what SmolLM3 shares with it."""
+"""Llama: rotary positions on every layer, no windows; and what others share with it."""
 
 from __future__ import annotations
 
@@ -126,6 +126,19 @@ class Llama(LlamaBlocks):
 
     def attention_kinds(self, model: Any) -> list[AttentionKind]:
         return [AttentionKind(rope=True, window=None) for _ in model.model.layers]
+
+
+def check_window(window: Any) -> None:
+    """Refuse what is neither a number of keys nor None.
+
+    Raises:
+        BadInput: naming it.
+    """
+    number = isinstance(window, int) and not isinstance(window, bool) and window >= 1
+    require(
+        number or window is None,
+        f"sliding_window: found {window}; allowed: 1 or more keys, or none",
+    )
 
 
 def _projections(kind: str) -> list[Rule]:

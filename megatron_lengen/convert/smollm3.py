@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.convert.family import AttentionKind
-from megatron_lengen.convert.llama import LlamaBlocks
+from megatron_lengen.convert.llama import LlamaBlocks, check_window
 from megatron_lengen.errors import require
 
 # What scales rotary positions needs some.
@@ -91,10 +91,8 @@ def _set_window(out: dict[str, Any], settings: dict[str, Any], rope: list[int]) 
     window = out["sliding_window"]
     on = settings.get("use_sliding_window", window is not None)
     require(isinstance(on, bool), f"--set use_sliding_window: found {on}; allowed: true, false")
-    require(
-        not on or (isinstance(window, int) and not isinstance(window, bool) and window >= 1),
-        f"--set sliding_window: found {window}; allowed: 1 or more keys, or none",
-    )
+    check_window(window)
+    require(not on or window is not None, "sliding_window: found None; allowed: 1 or more keys")
     out["use_sliding_window"], out["sliding_window"] = on, window if on else None
     if "layer_types" not in settings:
         out["layer_types"] = [SLIDING if on and r else FULL for r in rope]

@@ -62,8 +62,19 @@ def random_smollm3(
         tie_word_embeddings=tied,
         **values,
     )
+    return random_hf(SmolLM3ForCausalLM, config, folder, dtype, seed)
+
+
+def random_hf(
+    model_class: Any,
+    config: Any,
+    folder: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Any:
+    """A model of transformers with such weights, saved to `folder`."""
     torch.manual_seed(seed)
-    model = SmolLM3ForCausalLM(config)
+    model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)

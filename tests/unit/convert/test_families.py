@@ -14,7 +14,8 @@ from megatron_lengen.convert.families import (
 )
 from megatron_lengen.errors import BadInput
 
-ALL, SMOL, OWN = {"smollm3", "llama", "lengen"}, {"smollm3", "lengen"}, {"lengen"}
+SMOL, OWN = {"smollm3", "lengen"}, {"lengen"}
+ALL = SMOL | {"llama", "mistral"}
 NONE: set[str] = set()
 WINDOW = {"sliding_window": 8}
 YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "beta_fast": 16.0}
@@ -32,7 +33,7 @@ FIELDS = {
     "kv_channels": (16, {}, ALL),
     "layernorm_epsilon": (3e-6, {}, ALL),
     "gated_linear_unit": (False, {}, NONE),
-    "add_bias_linear": (True, {}, ALL),
+    "add_bias_linear": (True, {}, ALL - {"mistral"}),
     "add_qkv_bias": (True, {}, NONE),
     "vocab_size": (99, {}, ALL),
     "max_position_embeddings": (256, {}, ALL),
@@ -65,7 +66,7 @@ FIELDS = {
     "query_scaling_weight_scale": (0.25, LEARNED, OWN),
     "query_scaling_identity_init": (False, LEARNED, OWN),
     "untie_embeddings_and_output_weights": (True, {}, ALL),
-    "sliding_window": (16, {}, SMOL),
+    "sliding_window": (16, {}, ALL - {"llama"}),
     "window_attn_skip_freq": ([1, 0, 1, 1], WINDOW, SMOL),
     "no_rope_freq": ([0, 1, 0, 0], {}, SMOL),
     "init_method_std": (0.013, {}, ALL),
@@ -136,6 +137,7 @@ def test_what_is_idle_is_no_reason():
     assert family_for(make_config(**without)).name == "smollm3"
     assert family_for(make_config(), source="llama").name == "llama"
     assert family_for(make_config(**WINDOW), source="llama").name == "smollm3"
+    assert family_for(make_config(**WINDOW), source="mistral").name == "mistral"
     with pytest.raises(BadInput, match="llama cannot represent --hidden-size 30"):
         family_for(make_config(hidden_size=30, kv_channels=8), "llama")
 
@@ -241,6 +243,10 @@ def test_yarn_put_on_the_way():
         ({"attention_scaling_proj_bias": 1}, "found 1; allowed: true, false"),
         ({"attention_scaling_scope": 3}, "found 3; allowed: a word"),
         ({"hidden_size": 3}, "--set: found hidden_size; allowed for lengen"),
+        (
+            {"sliding_window": "wide"},
+            "sliding_window: found wide; allowed: 1 or more keys, or none",
+        ),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
