@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lengen.errors import require
+from megatron_lengen.ops.variants import get_variant
 
 if TYPE_CHECKING:
     from megatron_lengen.config import LengenConfig
@@ -162,6 +163,14 @@ def check_mamba(config: LengenConfig) -> None:
         config.recompute_granularity in (None, "full"),
         f"--recompute-granularity: found {config.recompute_granularity}; allowed: full (the scan "
         "keeps only its inputs as it is)",
+    )
+    placement = "before_residual"
+    if config.dropout_on:
+        placement = get_variant(config.dropout_variant).placement
+    require(
+        not config.include_mixer_norms or placement == "after_norm",
+        "--include-mixer-norms: needs --dropout-variant and --dropout-rate, of a variant that acts "
+        "behind norms",
     )
     require(
         config.mamba_init in ("reference", "huggingface"),

@@ -23,6 +23,8 @@ class Site(IntEnum):
     ATTENTION_OUTPUT = 3
     MLP_OUTPUT = 4
     ATTENTION_WEIGHTS = 5
+    MIXER_NORM = 6  # Mamba2: the block's norm, the gated norm, the output, the projections' inputs
+    GATED_NORM = 7
     Q = 8
     K = 9
     V = 10
@@ -30,6 +32,8 @@ class Site(IntEnum):
     G = 12
     U = 13
     D = 14
+    MIXER_OUTPUT = 15
+    I = 16  # noqa: E741
 
 
 @dataclass(frozen=True)

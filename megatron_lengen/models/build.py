@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.rotary import scale_frequencies
-from megatron_lengen.models.gpt_specs import KEYS_OF_FUSED_LAYERS, gpt_block_spec
+from megatron_lengen.models import gpt_specs, mamba_specs
+from megatron_lengen.models.gpt_specs import gpt_block_spec
+from megatron_lengen.models.mamba_specs import Mamba2Model, mamba_stack_spec
 from megatron_lengen.models.sites import assign_sites
 from megatron_lengen.models.weights import fill_weights, initialize_weights
 from megatron_lengen.runtime import distributed, host
 
 
-def build_chunks(config: LengenConfig) -> list[GPTModel]:
+def build_chunks(config: LengenConfig) -> list[LanguageModule]:
     """This rank's model chunks (one, or one per virtual stage), with initial weights."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
@@ -29,19 +33,32 @@ def build_chunks(config: LengenConfig) -> list[GPTModel]:
     return chunks
 
 
-def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> GPTModel:
+def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> LanguageModule:
     """One chunk of the decoder, its weights not yet set."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    common = {
+        "config": config,
+        "vocab_size": config.padded_vocab_size,
+        "max_sequence_length": config.max_position_embeddings,
+        "pre_process": first,
+        "post_process": last,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not config.untie_embeddings_and_output_weights,
+    }
+    if config.decoder == "mamba2":
+        model = Mamba2Model(mamba_stack_spec=mamba_stack_spec(config, vp_stage), **common)
+    else:
+        model = _gpt_model(config, vp_stage, common)
+    assign_sites(model, config)
+    if last:
+        _hide_padded_vocabulary(model, config)
+    return model
+
+
+def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any]) -> GPTModel:
     model = GPTModel(
-        config=config,
         transformer_layer_spec=gpt_block_spec(config, vp_stage),
-        vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.max_position_embeddings,
-        pre_process=first,
-        post_process=last,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
         # NAPE is a bias of the core attention; nothing is added to embeddings or rotated.
         position_embedding_type=(
             "none" if config.position_embedding_type == "nape" else config.position_embedding_type
@@ -49,16 +66,14 @@ def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> GPTModel:
         rotary_percent=config.rotary_percent,
         rotary_base=config.rotary_base,
         vp_stage=vp_stage,
+        **common,
     )
     if config.position_embedding_type == "rope":
         scale_frequencies(model.rotary_pos_emb, config)
-    assign_sites(model, config)
-    if last:
-        _hide_padded_vocabulary(model, config)
     return model
 
 
-def _hide_padded_vocabulary(model: GPTModel, config: LengenConfig) -> None:
+def _hide_padded_vocabulary(model: LanguageModule, config: LengenConfig) -> None:
     """Give padded rows of the vocabulary no probability.
 
     Padding depends on the layout (a multiple of the tensor-parallel size); the loss must not.
@@ -78,7 +93,7 @@ def _hide_padded_vocabulary(model: GPTModel, config: LengenConfig) -> None:
 class InferenceModel(nn.Module):
     """A whole model on one process: tokens in, logits out."""
 
-    def __init__(self, model: GPTModel, config: LengenConfig) -> None:
+    def __init__(self, model: LanguageModule, config: LengenConfig) -> None:
         super().__init__()
         self.model, self.config = model, config
 
@@ -118,11 +133,16 @@ def build_for_inference(config: LengenConfig, tensors: Callable[[str], Tensor]) 
     elif dist.get_world_size() > 1:
         raise RuntimeError("build_for_inference works in a single process")
     model = build_chunk(config)
+    mamba = config.decoder == "mamba2"
+    keys = mamba_specs.KEYS_OF_FUSED_LAYERS if mamba else gpt_specs.KEYS_OF_FUSED_LAYERS
 
     def by_name(name: str) -> Tensor:
-        for ours, stored in KEYS_OF_FUSED_LAYERS.items():
-            name = name.replace(ours, stored)
-        return tensors(name)
+        prefix, dot, rest = name.partition(".layers.")
+        layer, _, inside = rest.partition(".")
+        for ours, stored in keys.items():
+            if inside.startswith(ours):
+                inside = stored + inside.removeprefix(ours)
+        return tensors(f"{prefix}{dot}{layer}.{inside}" if dot else name)
 
     fill_weights(model, config, by_name)
     return InferenceModel(model.to(host.device()).eval(), config)

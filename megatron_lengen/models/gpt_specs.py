@@ -14,7 +14,7 @@ serves training with dropout, training without, and evaluation.
 
 from __future__ import annotations
 
-from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -30,15 +30,14 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.errors import missing_package
 from megatron_lengen.layers.attention import CausalAttention
 from megatron_lengen.layers.dropout import ResidualAdd
 from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedGateUp, MaskedQKV, MaskedRows, MaskedUp
 from megatron_lengen.layers.query_scaling import ScaledSelfAttention, scaled_heads
 from megatron_lengen.layers.te_attention import TEAttention
+from megatron_lengen.models.backends import te_backend
 from megatron_lengen.ops.variants import get_variant
 
 KEYS_OF_FUSED_LAYERS = {
@@ -54,7 +53,7 @@ def gpt_layer_spec(config: LengenConfig, layer: int) -> ModuleSpec:
         BadInput: for the `te` backend without Transformer Engine.
     """
     te = config.transformer_impl == "transformer_engine"
-    backend = _te_backend() if te else LocalSpecProvider()
+    backend = te_backend() if te else LocalSpecProvider()
     masked_projections = bool(config.dropout_on and config.dropout_letters)
     between = config.dropout_on and (get_variant(config.dropout_variant).placement == "after_norm")
     scaled = any(scaled_heads(config, layer))
@@ -104,15 +103,3 @@ def gpt_block_spec(config: LengenConfig, vp_stage: int | None = None) -> Transfo
         layer_specs=[gpt_layer_spec(config, first + i) for i in range(layers)],
         layer_norm=DropoutRMSNorm,
     )
-
-
-def _te_backend() -> BackendSpecProvider:
-    if not have_transformer_engine():
-        raise missing_package(
-            "Transformer Engine",
-            "--transformer-impl transformer_engine",
-            "--no-build-isolation 'transformer-engine[pytorch]'",
-        )
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    return TESpecProvider()

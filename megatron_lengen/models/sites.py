@@ -11,19 +11,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import nn
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.dropout import DropoutSite, ResidualAdd, Site
+from megatron_lengen.layers.mamba_mixer import Mamba2Mixer
 from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedRows
 from megatron_lengen.ops.variants import get_variant
 
 
-def assign_sites(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite]:
+def assign_sites(model: LanguageModule, config: LengenConfig) -> dict[str, DropoutSite]:
     """Set the dropout sites of a model chunk; returns them by global module name."""
-    assigned = _assign_to_attention(model, config)
+    mamba = config.decoder == "mamba2"
+    assigned = {} if mamba else _assign_to_attention(model, config)
     if not config.dropout_on:
         return assigned
     layers = config.dropout_layer_set()
@@ -31,13 +33,15 @@ def assign_sites(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite
         number = layer.layer_number - 1
         if number not in layers:
             continue
-        for name, module, site, part in _sites_of_layer(layer, config):
+        places = _sites_of_block(layer, config) if mamba else _sites_of_layer(layer, config)
+        for name, module, site, part in places:
             full_name = f"decoder.layers.{number}.{name}"
             if not _skipped(full_name, config):
                 assigned[full_name] = _set(module, part, _site(config, number, site, module))
-    final = model.decoder.final_layernorm
+    final_name = "final_norm" if mamba else "final_layernorm"
+    final = getattr(model.decoder, final_name)
     if config.dropout_keep_final_norm and isinstance(final, DropoutRMSNorm):
-        name = "decoder.final_layernorm"
+        name = f"decoder.{final_name}"
         if not _skipped(name, config):
             assigned[name] = _set(
                 final, None, _site(config, config.num_layers, Site.FINAL_NORM, final)
@@ -45,7 +49,7 @@ def assign_sites(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite
     return assigned
 
 
-def _assign_to_attention(model: GPTModel, config: LengenConfig) -> dict[str, DropoutSite]:
+def _assign_to_attention(model: LanguageModule, config: LengenConfig) -> dict[str, DropoutSite]:
     """Dropout of attention weights (`--attention-dropout`)."""
     assigned: dict[str, DropoutSite] = {}
     layers = config.attention_dropout_layer_set()
@@ -82,8 +86,26 @@ def _sites_of_layer(
             yield f"{name}.{letter}", module, Site[letter.upper()], part
 
 
+def _sites_of_block(
+    layer: Any, config: LengenConfig
+) -> Iterator[tuple[str, nn.Module, Site, str | None]]:
+    """The same of a Mamba2 block."""
+    mixer = layer.mixer
+    if get_variant(config.dropout_variant).placement == "before_residual":
+        yield "mamba_bda", layer.mamba_bda, Site.MIXER_OUTPUT, None
+        return
+    if not config.dropout_letters:
+        yield "norm", layer.norm, Site.MIXER_NORM, None
+    if "i" in config.dropout_letters:
+        yield "mixer.in_proj.i", mixer, Site.I, None
+    if "o" in config.dropout_letters:
+        yield "mixer.out_proj.o", mixer.out_proj, Site.O, None
+    if config.include_mixer_norms:
+        yield "mixer.norm", mixer.norm, Site.GATED_NORM, None
+
+
 def _site(config: LengenConfig, layer: int, site: Site, module: nn.Module) -> DropoutSite:
-    at_sequence_shard = isinstance(module, DropoutRMSNorm | ResidualAdd)
+    at_sequence_shard = isinstance(module, DropoutRMSNorm | ResidualAdd | Mamba2Mixer)
     return DropoutSite(
         variant=config.dropout_variant,
         rate=config.dropout_rate,

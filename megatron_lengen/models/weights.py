@@ -4,28 +4,30 @@ A parameter's full tensor is drawn from a generator seeded by its global name, t
 rank's shard, so tensor and pipeline parallelism start from the same model as a single process.
 One full tensor is in memory at a time. Distributions are Megatron's: normal with
 --init-method-std, divided by sqrt(2 layers) for the projections that feed the residual stream;
-gains are 1, biases 0.
+gains are 1, biases 0. Mamba2 blocks have rules of their own (mamba_weights).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.layers import query_scaling
+from megatron_lengen.layers import parts, query_scaling
+from megatron_lengen.mamba_config import Part
+from megatron_lengen.models import mamba_weights
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
 
-def global_name(name: str, model: GPTModel) -> str:
+def global_name(name: str, model: LanguageModule) -> str:
     """A chunk's parameter name with the layer's global number in place of its local one."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
@@ -36,19 +38,28 @@ def global_name(name: str, model: GPTModel) -> str:
 
 
 @torch.no_grad()
-def initialize_weights(model: GPTModel, config: LengenConfig) -> None:
+def initialize_weights(model: LanguageModule, config: LengenConfig) -> None:
     """Draw every parameter of a model chunk."""
     for name, parameter in model.named_parameters():
         name = global_name(name, model)
+        if hasattr(parameter, "parts"):
+            shape = list(parameter.shape[1:])
+            drawn = (_draw(key, [part.rows, *shape], config) for part, key in _parts(name, parameter))
+            parameter.copy_(_joined(parameter, drawn))
+            continue
         full = _draw(name, _full_shape(name, parameter, config), config)
         parameter.copy_(cut_to_rank(name, full, parameter, config))
 
 
 @torch.no_grad()
-def fill_weights(model: GPTModel, config: LengenConfig, tensors: Callable[[str], Tensor]) -> None:
+def fill_weights(model: LanguageModule, config: LengenConfig, tensors: Callable[[str], Tensor]) -> None:
     """Set every parameter of a chunk from full tensors given by global name."""
     for name, parameter in model.named_parameters():
         name = global_name(name, model)
+        if hasattr(parameter, "parts"):
+            given = (tensors(key) for _, key in _parts(name, parameter))
+            parameter.copy_(_joined(parameter, given))
+            continue
         parameter.copy_(cut_to_rank(name, tensors(name), parameter, config))
 
 
@@ -69,6 +80,17 @@ def cut_to_rank(name: str, full: Tensor, parameter: nn.Parameter, config: Lengen
     blocks = 2 if _is_gated_fc1(name, config) else 1
     parts = [block.chunk(ranks, dimension)[rank] for block in full.chunk(blocks, dimension)]
     return torch.cat(parts, dimension)
+
+
+def _parts(name: str, parameter: nn.Parameter) -> list[tuple[Part, str]]:
+    """The parts of a fused parameter with their names."""
+    return [(part, parts.key_of(name, part)) for part in parameter.parts]  # type: ignore[attr-defined]
+
+
+def _joined(parameter: nn.Parameter, wholes: Iterable[Tensor]) -> Tensor:
+    """A fused parameter of this rank from its whole parts."""
+    pairs = zip(parameter.parts, wholes, strict=True)  # type: ignore[attr-defined]
+    return torch.cat([parts.cut(part, whole) for part, whole in pairs])
 
 
 def _is_gated_fc1(name: str, config: LengenConfig) -> bool:
@@ -94,6 +116,12 @@ def _draw(name: str, shape: list[int], config: LengenConfig) -> Tensor:
         value = query_scaling.initial_value(name, config)
         if value is not None:
             return torch.full(shape, value)
+    digest = hashlib.sha256(f"{config.seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if config.decoder == "mamba2":
+        drawn = mamba_weights.draw(name, shape, generator, config)
+        if drawn is not None:
+            return drawn
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
@@ -101,6 +129,4 @@ def _draw(name: str, shape: list[int], config: LengenConfig) -> Tensor:
     std = config.init_method_std
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2.0 * config.num_layers)
-    digest = hashlib.sha256(f"{config.seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(shape).normal_(0.0, std, generator=generator)

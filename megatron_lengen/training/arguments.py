@@ -26,6 +26,7 @@ from megatron_lengen.config import ARCHITECTURE_FIELDS, METHOD_FIELDS, LengenCon
 from megatron_lengen.config_checks import per_layer
 from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer, kind_named
 from megatron_lengen.errors import BadInput, is_first_rank, missing_package, require
+from megatron_lengen.mamba_config import ENTRIES, MAMBA_ARCHITECTURE_FIELDS
 from megatron_lengen.runtime import distributed
 from megatron_lengen.training import flags
 from megatron_lengen.training.settings import TrainingSettings
@@ -43,6 +44,11 @@ _SHAPES = (
     "gated_linear_unit",
     "add_bias_linear",
     "add_qkv_bias",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_heads",
+    "mamba_num_groups",
+    "mamba_conv_kernel",
     "untie_embeddings_and_output_weights",
 )
 
@@ -78,15 +84,24 @@ class Settings:
         }
 
 
-def parse_settings(argv: Sequence[str] | None, description: str) -> Settings:
+def parse_settings(
+    argv: Sequence[str] | None, description: str, decoder: str = "transformer"
+) -> Settings:
     """Parse and check a command line.
+
+    Args:
+        argv: the process's own if None.
+        description: for --help.
+        decoder: what the model's layers are: `transformer` or `mamba2`.
 
     Raises:
         BadInput: naming the flag or file, what was found and what is allowed.
     """
-    given = vars(flags.build_parser(description).parse_args(argv))
+    given = vars(flags.build_parser(description, decoder).parse_args(argv))
+    given["decoder"] = decoder
     training = TrainingSettings(**flags.dataclass_values(TrainingSettings, given))
     found = _find_checkpoint(training)
+    _check_decoder(found, decoder)
     given = _with_checkpoint(given, found, training)
     tokenizer = _tokenizer(training, given)
     model = _model(given, tokenizer)
@@ -147,7 +162,8 @@ def _with_checkpoint(
     if found is None:
         return given
     stored = found.description.get("model", {})
-    architecture = {name: stored[name] for name in ARCHITECTURE_FIELDS if name in stored}
+    names = (*ARCHITECTURE_FIELDS, *MAMBA_ARCHITECTURE_FIELDS)
+    architecture = {name: stored[name] for name in names if name in stored}
     if not (found.release or training.finetune):
         stored = found.description["arguments"]["model"]
         architecture |= {name: stored[name] for name in METHOD_FIELDS if name in stored}
@@ -169,6 +185,17 @@ def _with_checkpoint(
     if changed and is_first_rank():
         logger.warning("given flags replace the checkpoint's settings: %s", "; ".join(changed))
     return {**architecture, **given}
+
+
+def _check_decoder(found: checkpoint_folder.Found | None, decoder: str) -> None:
+    if found is None:
+        return
+    stored = found.description.get("model", {}).get("decoder", "transformer")
+    require(
+        stored == decoder,
+        f"--load: found a {stored} model in {found.folder}; allowed: {decoder} ones, or "
+        f"{ENTRIES.get(stored, 'another script')}",
+    )
 
 
 def _same(name: str, given: Any, stored: Any, layers: int) -> bool:

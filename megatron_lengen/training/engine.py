@@ -87,7 +87,7 @@ def _wrap(chunks: list[nn.Module], settings: Settings) -> list[nn.Module]:
     for index, chunk in enumerate(chunks):
         chunk = chunk.to(host.device())
         if settings.model.bf16:
-            chunk = Float16Module(settings.model, chunk)
+            chunk = _in_16_bits(chunk, settings)
         wrapped.append(
             DistributedDataParallel(
                 settings.model, settings.ddp, chunk, disable_bucketing=index > 0
@@ -97,6 +97,15 @@ def _wrap(chunks: list[nn.Module], settings: Settings) -> list[nn.Module]:
         chunk.broadcast_params()
         chunk.train()
     return wrapped
+
+
+def _in_16_bits(chunk: nn.Module, settings: Settings) -> nn.Module:
+    """Megatron-Core's wrapper casts every parameter; those that ask for it stay in fp32."""
+    kept = [(p, p.data) for p in chunk.parameters() if getattr(p, "keep_in_fp32", False)]
+    chunk = Float16Module(settings.model, chunk)
+    for parameter, data in kept:
+        parameter.data = data
+    return chunk
 
 
 def _connect(settings: Settings, chunks: list[nn.Module], optimizer: MegatronOptimizer) -> None:

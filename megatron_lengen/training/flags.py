@@ -23,8 +23,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_lengen.config import LengenConfig
+from megatron_lengen.config import ARCHITECTURE_FIELDS, LengenConfig
 from megatron_lengen.errors import Parser
+from megatron_lengen.mamba_config import MAMBA_ARCHITECTURE_FIELDS, MAMBA_FIELDS
 from megatron_lengen.ops.mask import MAX_LAYER
 from megatron_lengen.training.settings import TrainingSettings
 
@@ -64,7 +65,13 @@ SERVED = frozenset(
     """,
     )
 )
-_NO_FLAG = frozenset({"cuda_graph_scope"})
+_NO_FLAG = frozenset({"cuda_graph_scope", "decoder"})
+# Fields that say nothing about a decoder: its entry script does not have their flags.
+_NOT_OF = {
+    "transformer": frozenset(MAMBA_FIELDS),
+    "mamba2": frozenset(ARCHITECTURE_FIELDS) - frozenset(MAMBA_ARCHITECTURE_FIELDS)
+    | {"window_size", "attention_dropout", "attention_dropout_layers", "recompute_modules"},
+}
 _PACKAGE = "megatron_lengen."
 
 
@@ -91,7 +98,7 @@ def all_flags() -> tuple[Flag, ...]:
     flags: dict[str, Flag] = {}
     for group, cls in SOURCES.items():
         hints, docs = typing.get_type_hints(cls), _documentation(cls)
-        own = vars(cls)["__annotations__"] if cls.__module__.startswith(_PACKAGE) else ()
+        own = _own_fields(cls)
         for field in dataclasses.fields(cls):
             served = field.name in SERVED or field.name in own
             if field.name in flags or field.name in _NO_FLAG or not served:
@@ -109,12 +116,18 @@ def all_flags() -> tuple[Flag, ...]:
     return tuple(flags.values())
 
 
+def _own_fields(cls: type) -> frozenset[str]:
+    """Fields that classes of this package declare."""
+    bases = (base for base in cls.__mro__ if base.__module__.startswith(_PACKAGE))
+    return frozenset(name for base in bases for name in vars(base).get("__annotations__", ()))
+
+
 def flag_of(field: str) -> str:
     """The flag that sets a field, for messages."""
     return next((flag.name for flag in all_flags() if flag.field == field), field)
 
 
-def build_parser(description: str) -> argparse.ArgumentParser:
+def build_parser(description: str, decoder: str = "transformer") -> argparse.ArgumentParser:
     """A parser whose namespace holds only what was given, by field name."""
     parser = Parser(
         description=description,
@@ -124,7 +137,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     )
     groups = {name: parser.add_argument_group(name) for name in SOURCES}
     for flag in all_flags():
-        _add(groups[flag.group], flag)
+        if flag.field not in _NOT_OF[decoder]:
+            _add(groups[flag.group], flag)
     return parser
 
 
