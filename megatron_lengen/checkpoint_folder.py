@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 DESCRIPTION = "lengen.json"
 TOKENIZER = "tokenizer"
 RELEASE = "release"
+AVERAGED = "averaged"  # in lengen.json: what the weights are the mean of; also a folder of such
 FORMAT = 1
 _COMMON = "common.pt"
 _BACKEND = "metadata.json"
@@ -44,7 +45,7 @@ class Found:
     Args:
         folder: the iteration's own folder.
         iteration: its iteration; 0 for a converted model.
-        release: whether it holds weights only, from a conversion.
+        release: whether it holds weights only, from a conversion or an average.
         description: the contents of lengen.json.
     """
 
@@ -188,7 +189,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _found(folder: Path) -> Found:
     description = read_description(folder)
-    release = folder.resolve().name == RELEASE
+    release = folder.resolve().name == RELEASE or AVERAGED in description
     return Found(folder, int(description.get("iteration", 0)), release, description)
 
 
@@ -300,13 +301,20 @@ def publish(root: str | Path, iteration: int, partial: Path) -> None:
     _delete(_retired(target))
 
 
-def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None = None) -> None:
+def prune(
+    root: str | Path,
+    newest: int,
+    keep_last: int,
+    keep_every: int | None = None,
+    needed: Collection[int] = (),
+) -> None:
     """Remove old iterations, once a newer one is published.
 
     Args:
         newest: the iteration that was published; later ones, of an abandoned branch, stay.
         keep_last: how many stay that can be read, the newest included.
         keep_every: multiples of this stay too.
+        needed: iterations that stay, whatever the rest says.
     """
     kept = 0
     for number in reversed(iterations(root)):
@@ -315,7 +323,7 @@ def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None 
             continue
         if kept < keep_last:
             kept += _is_complete(folder)
-        elif not (keep_every and number % keep_every == 0):
+        elif number not in needed and not (keep_every and number % keep_every == 0):
             removed = folder.with_name(f".removed_{folder.name}")
             _delete(removed)
             os.replace(folder, removed)

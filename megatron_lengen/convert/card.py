@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lengen.checkpoint_folder import AVERAGED
 from megatron_lengen.config import METHOD_FIELDS
 
 # Settings worth a reader's time, by the names of the flags; paths and defaults of the machine stay
@@ -61,6 +62,9 @@ def model_card(title: str, info: Mapping[str, Any], hf: Mapping[str, Any]) -> st
     ]
     source = info.get("source", {}).get("name")
     lines += [f"Weights come from `{source}`.", ""] if source else []
+    if info.get(AVERAGED):
+        names = ", ".join(f"`{entry['name']}`" for entry in info[AVERAGED])
+        lines += [f"The weights are a mean: of {names}.", ""]
     if "auto_map" in hf:
         lines += [
             "Its attention is none that transformers has, so its code comes with it: load it with "
