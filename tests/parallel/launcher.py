@@ -25,6 +25,11 @@ MODEL = """
     --window-attn-skip-freq 4 --no-rope-freq 4 --init-method-std 0.1 --vocab-size 101
     --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --num-workers 0
 """
+MAMBA = """
+    --num-layers 4 --hidden-size 32 --mamba-head-dim 8 --mamba-state-dim 12 --seq-length 24
+    --init-method-std 0.1 --vocab-size 101 --make-vocab-size-divisible-by 16
+    --tokenizer-type NullTokenizer --num-workers 0
+"""
 SCHEDULE = """
     --global-batch-size 8 --micro-batch-size 2 --lr 5e-3 --lr-warmup-iters 2
     --eval-iters 0
@@ -37,13 +42,15 @@ class Run:
 
     Args:
         name: its metrics are NAME.jsonl.
-        flags: what comes after MODEL and SCHEDULE.
+        flags: what comes after MODEL (or MAMBA) and SCHEDULE.
         dump: whether each rank writes its parameters and gradients to NAME.rankR.pt at the end.
+        decoder: `transformer`, or `mamba2`, whose flags come after MAMBA.
     """
 
     name: str
     flags: str
     dump: bool = False
+    decoder: str = "transformer"
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -116,7 +123,8 @@ def train(folder: Path, processes: int, runs: list[Run], timeout: float = 600) -
 def work(worker: str, folder: Path, processes: int, runs: list[Run], timeout: float = 600) -> None:
     """Start a worker script of this folder as `WORKER FOLDER JOB.json`, the runs being the job."""
     job = folder / f"job{processes}.json"
-    job.write_text(json.dumps([{**vars(run), "flags": argv(run.flags)} for run in runs]))
+    described = [{**vars(run), "flags": argv(run.flags, run.decoder)} for run in runs]
+    job.write_text(json.dumps(described))
     logs = folder / f"logs{processes}"
     codes = wait(start([HERE / worker, folder, job], processes, logs), timeout)
     for rank, code in enumerate(codes):
@@ -125,10 +133,11 @@ def work(worker: str, folder: Path, processes: int, runs: list[Run], timeout: fl
     assert not any(codes), f"time is up: {codes}\n{tail(logs, 0)}"
 
 
-def argv(flags: str) -> list[str]:
+def argv(flags: str, decoder: str = "transformer") -> list[str]:
     """Flags of a tiny run, those given last."""
     data = "" if "--data-path" in flags else "--mock-data"
-    return f"{MODEL} {data} {SCHEDULE} {flags}".split()
+    model = MAMBA if decoder == "mamba2" else MODEL
+    return f"{model} {data} {SCHEDULE} {flags}".split()
 
 
 def tail(logs: Path, rank: int, characters: int = 4000) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from groups import leave_layout
 
+from megatron_lengen.layers.parts import key_of, local_rows
 from megatron_lengen.models.build import build_chunks
 from megatron_lengen.models.weights import global_name
 from megatron_lengen.runtime import distributed
@@ -31,7 +33,7 @@ def train(folder: Path, run: dict[str, Any]) -> None:
     """One run; nothing of it stays."""
     flags = [flag.replace("FOLDER", str(folder)) for flag in run["flags"]]
     metrics = str(folder / f"{run['name']}.jsonl")
-    settings = parse_settings([*flags, "--metrics-jsonl", metrics], "test")
+    settings = parse_settings([*flags, "--metrics-jsonl", metrics], "test", run["decoder"])
     distributed.start(settings.model)
     trainer = Trainer(settings, build_chunks)
     trainer.run()
@@ -48,14 +50,26 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         while hasattr(inner, "module"):
             inner = inner.module
         for name, parameter in inner.named_parameters():
-            name = global_name(name, inner)
-            found["parameters"][name] = parameter.detach().clone()
-            found["gradients"][name] = parameter.main_grad.detach().clone()
-            sharded = getattr(parameter, "tensor_model_parallel", False)
-            found["shards"][name] = parameter.partition_dim if sharded else None
-            master = getattr(parameter, "main_param", None)
-            found["masters"][name] = None if master is None else str(master.dtype)
+            for key, rows, dimension in pieces(global_name(name, inner), parameter):
+                found["parameters"][key] = parameter.detach()[rows].clone()
+                found["gradients"][key] = parameter.main_grad.detach()[rows].clone()
+                found["shards"][key] = dimension
+                master = getattr(parameter, "main_param", None)
+                found["masters"][key] = None if master is None else str(master.dtype)
     return found
+
+
+def pieces(name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, slice, int | None]]:
+    """Name, rows and sharded dimension of a parameter, or of each part of a fused one."""
+    sharded = getattr(parameter, "tensor_model_parallel", False)
+    if not hasattr(parameter, "parts"):
+        yield name, slice(None), parameter.partition_dim if sharded else None
+        return
+    first = 0
+    for part in parameter.parts:
+        last = first + local_rows(part)
+        yield key_of(name, part), slice(first, last), 0 if part.sharded else None
+        first = last
 
 
 if __name__ == "__main__":
