@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -105,6 +106,28 @@ def save(
     details = {"fresh_optimizer": True} if fresh else {}
     first_rank_does(partial(_describe, settings, folder, progress, details))
     return request
+
+
+def save_weights(
+    settings: Settings,
+    weights: dict[str, Tensor],
+    progress: Progress,
+    folder: Path,
+    details: dict[str, Any],
+) -> None:
+    """Write a checkpoint of whole tensors and no optimizer; called by every rank.
+
+    Args:
+        weights: this rank's share of them, by their keys in checkpoints.
+        folder: an empty one that every rank sees.
+        details: further entries of lengen.json.
+
+    Raises:
+        Fault: on every rank, if the disk has no room or a file cannot be written.
+    """
+    shards = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in weights.items()}
+    tensor_writer.prepare({"model": shards}, folder, dict(_METADATA)).execute_sync()
+    first_rank_does(partial(_describe, settings, folder, progress, details))
 
 
 def load(

@@ -1,4 +1,4 @@
-"""When checkpoints are written, published and removed.
+"""When checkpoints are written, published, averaged and removed.
 
 A checkpoint is published (given its name, then the tracker) once every rank's data is on disk: at
 the end of a synchronous save, or at a later step of an asynchronous one.
@@ -10,15 +10,17 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.errors import Fault, is_first_rank
 from megatron_lengen.runtime.agreement import first_rank_does, reason_of
+from megatron_lengen.training import tensor_writer
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.averaging import Averager
 from megatron_lengen.training.checkpoint import Progress
 from megatron_lengen.training.engine import Engine
 
@@ -37,6 +39,9 @@ class Saver:
         self._root = Path(settings.training.save) if settings.training.save else None
         self._saved_at = progress.iteration if settings.training.saves_here else -1
         self._newest = self._saved_at if settings.load_from and self._saved_at >= 0 else None
+        self._averager: Averager | None = None
+        if self._root is not None and settings.training.average_last is not None:
+            self._averager = Averager(settings, self._root)
         # Megatron's persistent writer counts CUDA devices, and there may be none.
         self._pending = AsyncCallsQueue(persistent=False)
 
@@ -55,9 +60,10 @@ class Saver:
         self.finish()
         self._saved_at = iteration
         with self._explained():
-            partial = self._start(root, iteration)
-            request = self._engine.save(replace(progress), partial)
-            request.add_finalize_fn(lambda: self._publish(root, iteration, partial))
+            folder = tensor_writer.start_folder(root, iteration)
+            then = replace(progress)
+            request = self._engine.save(then, folder)
+            request.add_finalize_fn(lambda: self._publish(root, then, folder))
             if self._settings.training.async_save:
                 self._pending.schedule_async_request(request)
             else:
@@ -77,35 +83,30 @@ class Saver:
         with self._explained():
             self._pending.maybe_finalize_async_calls(blocking=True)
 
-    def _start(self, root: Path, iteration: int) -> Path:
-        """An empty folder, the same on every rank."""
-        made: list[Path | None] = [None]
-
-        def make() -> None:
-            made[0] = checkpoint_folder.start_partial(root, iteration)
-
-        first_rank_does(make)
-        dist.broadcast_object_list(made, src=0)
-        (partial,) = made
-        assert partial is not None
-        return partial
-
-    def _publish(self, root: Path, iteration: int, partial: Path) -> None:
-        training = self._settings.training
+    def _publish(self, root: Path, progress: Progress, folder: Path) -> None:
+        iteration = progress.iteration
 
         def publish() -> None:
-            checkpoint_folder.publish(root, iteration, partial)
-            if training.keep_last is not None:
-                try:
-                    checkpoint_folder.prune(
-                        root, iteration, training.keep_last, training.keep_every
-                    )
-                except OSError as error:
-                    logger.warning("--keep-last: older checkpoints stay: %s", reason_of(error))
+            checkpoint_folder.publish(root, iteration, folder)
             print(f"saved {checkpoint_folder.iteration_folder(root, iteration)}", flush=True)
 
         first_rank_does(publish)
         self._newest = iteration
+        if self._averager is not None:
+            self._averager.follow(progress)
+        if self._settings.training.keep_last is not None:
+            first_rank_does(partial(self._prune, root, iteration))
+
+    def _prune(self, root: Path, iteration: int) -> None:
+        training = self._settings.training
+        assert training.keep_last is not None
+        needed = self._averager.window(iteration) if self._averager is not None else ()
+        try:
+            checkpoint_folder.prune(
+                root, iteration, training.keep_last, training.keep_every, needed
+            )
+        except OSError as error:
+            logger.warning("--keep-last: older checkpoints stay: %s", reason_of(error))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -133,6 +133,16 @@ class TrainingSettings:
     keep_every: int | None = None
     """With --keep-last: keep those whose iteration is a multiple of this, too."""
 
+    average_last: int | None = None
+    """Each time a checkpoint is published, write the mean of the weights of so many of the newest
+    to SAVE/averaged (fewer while there are fewer). It is read from disk, each rank a share of the
+    tensors: no memory on the device, on the host a model divided by the ranks. --keep-last spares
+    what is needed."""
+
+    average_interval: int | None = None
+    """With --average-last: iterations between the checkpoints that are averaged, a multiple of
+    --save-interval (default: every checkpoint)."""
+
     no_save_optim: bool = False
     """Leave the optimizer's state out of checkpoints."""
 
@@ -241,6 +251,8 @@ class TrainingSettings:
             ("--save-interval", self.save_interval),
             ("--keep-last", self.keep_last),
             ("--keep-every", self.keep_every),
+            ("--average-last", self.average_last),
+            ("--average-interval", self.average_interval),
             ("--exit-interval", self.exit_interval),
             ("--lr-decay-iters", self.lr_decay_iters),
         ):
@@ -267,10 +279,25 @@ class TrainingSettings:
             ("--save-interval", self.save_interval),
             ("--async-save", self.async_save),
             ("--keep-last", self.keep_last),
+            ("--average-last", self.average_last),
         ):
             require(not value or self.save is not None, f"{flag}: needs --save")
         require(
             self.keep_every is None or self.keep_last is not None, "--keep-every: needs --keep-last"
+        )
+
+        self._check_averaging()
+
+    def _check_averaging(self) -> None:
+        every, interval = self.save_interval, self.average_interval
+        require(self.average_last is None or bool(every), "--average-last: needs --save-interval")
+        require(
+            interval is None or self.average_last is not None,
+            "--average-interval: needs --average-last",
+        )
+        require(
+            interval is None or every is None or interval % every == 0,
+            f"--average-interval: found {interval}; allowed: multiples of --save-interval {every}",
         )
 
     def _check_schedule(self, lr: float | None, min_lr: float | None) -> None:

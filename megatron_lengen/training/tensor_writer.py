@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import megatrons_async_strategy
 from megatron_lengen.runtime import host
 from megatron_lengen.runtime.agreement import first_rank_does, reason_of
@@ -42,6 +43,20 @@ from megatron_lengen.runtime.agreement import first_rank_does, reason_of
 FORMAT = CheckpointingConfig("torch_dist", 1)
 _OF_EACH_TENSOR = 2048  # bytes around a tensor in a file, and its entry in the index
 _OF_EACH_CHECKPOINT = 2**16
+
+
+def start_folder(root: Path, iteration: int) -> Path:
+    """An empty, hidden folder to write an iteration into, the same on every rank."""
+    made: list[Path | None] = [None]
+
+    def make() -> None:
+        made[0] = checkpoint_folder.start_partial(root, iteration)
+
+    first_rank_does(make)
+    dist.broadcast_object_list(made, src=0)
+    (folder,) = made
+    assert folder is not None
+    return folder
 
 
 def prepare(state: dict[str, Any], folder: Path, metadata: dict[str, Any]) -> AsyncRequest:
