@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_lengen", "megatron_lengen.*"]),
     py_modules=["pretrain_gpt"],
-    package_data={"megatron_lengen.ops": ["native.cpp"]},
+    package_data={"megatron_lengen.ops": ["*.cpp", "*.h"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",

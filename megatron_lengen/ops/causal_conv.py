@@ -6,9 +6,14 @@ state is what the next token needs of those before it: their w - 1 last inputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lengen.ops import causal_conv_native
 
 
 def causal_conv1d(
@@ -40,34 +45,21 @@ def causal_conv1d(
         ValueError: for shapes that do not fit each other, or another activation.
     """
     _check(x, weight, bias, activation, seq_idx, initial_state)
-    taps = weight.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
+    earlier = weight.shape[1] - 1
     if initial_state is None:
-        before = x.new_zeros(x.shape[0], taps - 1, x.shape[2])
+        before = x.new_zeros(x.shape[0], earlier, x.shape[2])
     else:
         before = initial_state.transpose(1, 2).to(x.dtype)
-    padded = torch.cat((before, x), dim=1)
-    documents = None
-    if seq_idx is not None:
-        changes = F.pad((seq_idx[:, 1:] != seq_idx[:, :-1]).int().cumsum(1), (taps, 0))[:, :, None]
-        documents = changes[:, : padded.shape[1]] if seq_idx.shape[1] else None
-    length = x.shape[1]
-    values = padded.to(wide)
-    y = None
-    for tap in range(taps):
-        term = values[:, tap : tap + length] * weight[:, tap].to(wide)
-        if documents is not None:
-            term = term * (documents[:, tap : tap + length] == documents[:, taps - 1 :])
-        y = term if y is None else y + term
-    assert y is not None
-    if bias is not None:
-        y = y + bias.to(wide)
-    y = (F.silu(y) if activation else y).to(x.dtype)
+    reach = None if seq_idx is None else _reach(seq_idx, earlier)
+    y = _Convolution.apply(x, weight, bias, before, reach, activation == "silu")
     if not return_final_state:
         return y
-    last = padded[:, length:]
-    if documents is not None:  # the next token sees nothing of the documents before its own
-        last = last * (documents[:, length:] == documents[:, -1:])
+    last = torch.cat((before, x[:, max(0, x.shape[1] - earlier) :]), dim=1)
+    last = last[:, last.shape[1] - earlier :]
+    if reach is not None and x.shape[1]:
+        # The next token sees nothing of the documents before its own.
+        back = torch.arange(earlier - 1, -1, -1, device=x.device)
+        last = last * (back <= reach[:, -1:])[..., None]
     return y, last.transpose(1, 2)
 
 
@@ -95,6 +87,83 @@ def conv_step(
     if bias is not None:
         y = y + bias.to(wide)
     return (F.silu(y) if activation else y).to(x.dtype), window[:, :, 1:]
+
+
+class _Convolution(torch.autograd.Function):
+    """Keeps its inputs alone; what lies before the activation is computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        before: Tensor,
+        reach: Tensor | None,
+        silu: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, before, reach)
+        ctx.silu = silu
+        library = causal_conv_native.library_for(x)
+        if library is not None:
+            return causal_conv_native.forward(library, x, weight, bias, before, reach, silu)
+        return _convolve(x, weight, bias, before, reach, silu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, before, reach = ctx.saved_tensors
+        library = causal_conv_native.library_for(x)
+        if library is not None:
+            dx, dweight, dbias, dbefore = causal_conv_native.backward(
+                library, x, weight, bias, before, reach, ctx.silu, dy.to(x.dtype)
+            )
+            dbias = None if bias is None else dbias.to(bias.dtype)
+            return dx, dweight.to(weight.dtype), dbias, dbefore.to(before.dtype), None, None
+        with torch.enable_grad():
+            again = [
+                None if tensor is None else tensor.detach().requires_grad_()
+                for tensor in (x, weight, bias, before)
+            ]
+            y = _convolve(*again, reach, ctx.silu)  # type: ignore[arg-type]
+            wanted = [tensor for tensor in again if tensor is not None]
+            found = iter(torch.autograd.grad(y, wanted, dy))
+        return *(None if tensor is None else next(found) for tensor in again), None, None
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor,
+    reach: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    """The same as PyTorch operations; arguments as `_Convolution`'s."""
+    taps, length = weight.shape[1], x.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    values, weights = torch.cat((before, x), dim=1).to(wide), weight.to(wide)
+    y = values[:, taps - 1 :] * weights[:, taps - 1]
+    for back in range(1, taps):
+        tap = taps - 1 - back
+        term = values[:, tap : tap + length]
+        if reach is not None:
+            term = term * (reach >= back)[..., None]
+        y = torch.addcmul(y, term, weights[:, tap])
+    if bias is not None:
+        y = y + bias.to(wide)
+    return (F.silu(y) if silu else y).to(x.dtype)
+
+
+def _reach(seq_idx: Tensor, most: int) -> Tensor:
+    """How many earlier inputs of its document a token has, at most `most`: int32 [b, l].
+
+    The first document of a row goes on from before it.
+    """
+    numbers = torch.arange(seq_idx.shape[1], dtype=torch.int32, device=seq_idx.device)
+    starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))[:, : seq_idx.shape[1]]
+    first = torch.where(starts, numbers, -most).cummax(1).values
+    return (numbers - first).clamp(max=most).to(torch.int32)
 
 
 def _check(

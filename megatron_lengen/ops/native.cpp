@@ -7,9 +7,9 @@
 // Each function comes as NAME_f32 and NAME_bf16; `Call` mirrors the ctypes structure in native.py.
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "native_common.h"
 
 namespace {
 
@@ -35,32 +35,6 @@ struct Call {
     float *gain_grad;                        // [blocks, d], null without a gain
     float *alpha_grad, *beta_grad;           // [rows]
 };
-
-struct Bf16 {
-    uint16_t bits;
-};
-
-inline float load(const float *p) { return *p; }
-inline float load(const Bf16 *p) {
-    uint32_t bits = uint32_t(p->bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-inline void store(float *p, float value) { *p = value; }
-inline void store(Bf16 *p, float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // to nearest even
-    uint32_t nan = (bits >> 16) | 0x40u;
-    p->bits = uint16_t((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
-}
-inline float rounded(const float *, float value) { return value; }
-inline float rounded(const Bf16 *, float value) {
-    Bf16 half;
-    store(&half, value);
-    return load(&half);
-}
 
 // The row's 16-bit mask values, for channels first_channel .. first_channel + d - 1.
 class MaskRow {

@@ -1,6 +1,6 @@
-"""The compiled CPU kernels of native.cpp: built once per machine, found again afterwards.
+"""The compiled CPU kernels of native*.cpp: built once per machine, found again afterwards.
 
-One C++ compiler call of about two seconds, without PyTorch's headers; the library goes to
+One C++ compiler call of a few seconds, without PyTorch's headers; the library goes to
 LENGEN_CACHE, or the user's cache folder, under a name that covers source, compiler and processor.
 Where there is no compiler the caller gets None and uses PyTorch operations instead.
 """
@@ -22,13 +22,19 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-std=c++17", "-fPIC", "-shared")
+_SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in ("native_common.h", "native.cpp", "native_conv.cpp", "native_ssd.cpp")
+)
+_FLAGS = (
+    "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17",
+    "-fPIC", "-shared",
+)  # fmt: skip
 _POINTER, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class Call(ctypes.Structure):
-    """The arguments of every kernel; mirrors `struct Call` in native.cpp."""
+    """The arguments of the norm's kernels; mirrors `struct Call` in native.cpp."""
 
     _fields_ = (
         *((name, _I64) for name in ("rows", "d", "batch", "first_channel", "blocks")),
@@ -54,14 +60,16 @@ def load_library() -> ctypes.CDLL | None:
     """The kernels, built if need be; None where that is not possible (said once)."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if not compiler:
-        logger.warning("no C++ compiler found: the norm uses slower PyTorch operations on the CPU")
+        logger.warning(
+            "no C++ compiler found: norms and Mamba2 use slower PyTorch operations on the CPU"
+        )
         return None
     try:
         return ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         logger.warning(
-            "the CPU kernels could not be built with %s (%s): the norm uses slower PyTorch "
+            "the CPU kernels could not be built with %s (%s): norms and Mamba2 use slower PyTorch "
             "operations on the CPU",
             compiler,
             detail.strip().splitlines()[-1] if detail.strip() else error,
@@ -71,7 +79,9 @@ def load_library() -> ctypes.CDLL | None:
 
 def _build(compiler: str) -> Path:
     key = hashlib.sha256()
-    for part in (_SOURCE.read_bytes(), compiler.encode(), " ".join(_FLAGS).encode(), _cpu_flags()):
+    for source in _SOURCES:
+        key.update(source.read_bytes())
+    for part in (compiler.encode(), " ".join(_FLAGS).encode(), _cpu_flags()):
         key.update(part)
     folder = _cache_folder()
     target = folder / f"lengen_native_{key.hexdigest()[:16]}.so"
@@ -80,7 +90,8 @@ def _build(compiler: str) -> Path:
     handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", partial, *_openmp_runtime()]
+        sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
+        command = [compiler, *_FLAGS, *sources, "-o", partial, *_openmp_runtime()]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         # Atomic, so that ranks that build at the same time never load half a file.
         os.replace(partial, target)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lengen.ops import ssd_chunks
+from megatron_lengen.ops import ssd_chunks, ssd_native
 from megatron_lengen.ops.ssd_chunks import Inputs
 
 
@@ -54,12 +54,10 @@ def ssd_scan(
         ValueError: for shapes that do not fit each other.
     """
     _check(x, dt, A, B, C, D, seq_idx, initial_states, chunk_size)
-    if initial_states is None:
-        initial_states = x.new_zeros(
-            x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.promote_types(x.dtype, torch.float32)
-        )
     documents = None if seq_idx is None else _numbered(seq_idx)
-    y, final = _Scan.apply(x, dt, A, B, C, D, initial_states, documents)
+    if not x.numel():
+        return _of_nothing(x, B, initial_states, return_final_states)
+    y, final = _Scan.apply(x, dt, A, B, C, D, initial_states, documents, return_final_states)
     return (y, final) if return_final_states else y
 
 
@@ -100,6 +98,8 @@ def ssd_step(
 
 
 class _Scan(torch.autograd.Function):
+    """Compiled kernels where they serve, PyTorch operations elsewhere."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -109,29 +109,65 @@ class _Scan(torch.autograd.Function):
         B: Tensor,
         C: Tensor,
         D: Tensor | None,
-        initial: Tensor,
+        initial: Tensor | None,
         documents: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        with_final: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         inputs = Inputs(x, dt, A, B, C, D, documents)
-        y, final, kept = ssd_chunks.forward(inputs, initial.to(inputs.wide))
+        library = ssd_native.library_for(inputs)
+        ctx.set_materialize_grads(False)
+        if library is not None:
+            y, final, kept = ssd_native.forward(
+                library, inputs, initial, final=with_final, keep=any(ctx.needs_input_grad)
+            )
+            ctx.save_for_backward(*inputs, initial, kept)
+            return y, final
+        y, final, kept = ssd_chunks.forward(inputs, _wide_state(inputs, initial))
         ctx.pieces = [len(states) for states in kept]
-        ctx.save_for_backward(*inputs, *(state for states in kept for state in states))
-        ctx.initial_dtype = initial.dtype
+        ctx.save_for_backward(*inputs, initial, *(state for states in kept for state in states))
         return y, final
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        inputs = Inputs(*(next(saved) for _ in Inputs._fields))
-        kept = [[next(saved) for _ in range(pieces)] for pieces in ctx.pieces]
-        grads, dinitial = ssd_chunks.backward(inputs, kept, dy, dfinal)
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        fields = len(Inputs._fields)
+        inputs = Inputs(*ctx.saved_tensors[:fields])
+        initial, *kept = ctx.saved_tensors[fields:]
+        dy = torch.zeros_like(inputs.x) if dy is None else dy.to(inputs.x.dtype)
+        library = ssd_native.library_for(inputs)
+        if library is not None:
+            grads, dinitial = ssd_native.backward(library, inputs, initial, *kept, dy, dfinal)
+        else:
+            states = iter(kept)
+            by_rows = [[next(states) for _ in range(pieces)] for pieces in ctx.pieces]
+            dlast = _wide_state(inputs, dfinal)
+            grads, dinitial = ssd_chunks.backward(inputs, by_rows, dy, dlast)
         of_inputs = (grads.x, grads.dt, grads.A, grads.B, grads.C, grads.D)
         cast = [
             None if source is None else grad.to(source.dtype)
             for grad, source in zip(of_inputs, inputs, strict=False)
         ]
-        return *cast, dinitial.to(ctx.initial_dtype), None
+        return *cast, None if initial is None else dinitial.to(initial.dtype), None, None
+
+
+def _wide_state(inputs: Inputs, state: Tensor | None) -> Tensor:
+    if state is not None:
+        return state.to(inputs.wide)
+    b, _, h, p = inputs.x.shape
+    return inputs.x.new_zeros(b, h, p, inputs.B.shape[3], dtype=inputs.wide)
+
+
+def _of_nothing(
+    x: Tensor, B: Tensor, initial: Tensor | None, with_final: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """No token, no row or no channel: the state stays."""
+    y = torch.zeros_like(x)
+    if not with_final:
+        return y
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if initial is None:
+        initial = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3], dtype=wide)
+    return y, initial.to(wide)
 
 
 def _numbered(seq_idx: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def files_in_table() -> set[str]:
         title = re.match(r"\*\*.+\*\*(?: \(`(.+/)`\))?$", line)
         if title:
             folder = title[1] or ""
-        row = re.match(r"\| `([\w./]+\.(?:py|sh|cpp))` \| \S", line)
+        row = re.match(r"\| `([\w./]+\.(?:py|sh|cpp|h))` \| \S", line)
         if row:
             found.add(folder + row[1])
     return found
@@ -30,7 +30,7 @@ def test_every_source_file_is_listed_with_its_role() -> None:
     sources = {
         str(path.relative_to(ROOT))
         for part in parts
-        for pattern in ("*.py", "*.sh", "*.cpp")
+        for pattern in ("*.py", "*.sh", "*.cpp", "*.h")
         for path in (ROOT / part).rglob(pattern)
         if path.name != "__init__.py"
     }
