@@ -33,6 +33,7 @@ from megatron_lengen.training import tensor_writer
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.flags import flag_of
 from megatron_lengen.training.guards import rerun_state, restore_reruns
+from megatron_lengen.training.optimizer_repairs import finish_loading, prepare_for_loading
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +142,11 @@ def load(
         return Progress()
     with_optimizer = resumes_optimizer(settings)
     if with_optimizer:
-        optimizers.prepare_for_loading(optimizer)
+        prepare_for_loading(optimizer)
     loaded = read(settings, chunks, optimizer if with_optimizer else None)
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
-        optimizers.finish_loading(optimizer)
+        finish_loading(optimizer)
     else:
         optimizer.reload_model_params()
     return position(settings, loaded, scheduler)

@@ -8,12 +8,10 @@ did) and `--decay-all` decays everything (as torchtitan does).
 from __future__ import annotations
 
 import math
-import types
 from typing import Any
 
 import torch
 from megatron.core.optimizer import (
-    DistributedOptimizer,
     MegatronOptimizer,
     get_megatron_optimizer,
     get_standard_config_overrides,
@@ -21,11 +19,12 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lengen.errors import require
 from megatron_lengen.runtime.agreement import finite_on_all
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.optimizer_repairs import is_torch_adam, members, repair
 
 _NOT_IN_MEGATRONS_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
 _SCHEDULE_FLAGS = {
@@ -47,14 +46,11 @@ def build_optimizer(settings: Settings, chunks: list[nn.Module]) -> MegatronOpti
     """AdamW with the run's weight-decay rule."""
     overrides = _weight_decay_overrides(settings)
     optimizer = get_megatron_optimizer(settings.optimizer, chunks, config_overrides=overrides)
-    for inner in _members(optimizer):
-        if _is_torch_adam(inner):
+    for inner in members(optimizer):
+        if is_torch_adam(inner):
             for group in inner.param_groups:
                 group["fused"] = True  # one pass over each tensor; the default loops over dozens
-            if isinstance(inner, DistributedOptimizer):
-                inner._set_main_param_and_optimizer_states = types.MethodType(
-                    _set_states_without_step, inner
-                )
+        repair(inner)
     return optimizer
 
 
@@ -114,7 +110,7 @@ def apply_gradients(optimizer: MegatronOptimizer) -> float:
     optimizer.prepare_grads()
     norm = finite_on_all(float(optimizer.get_grad_norm()))
     if math.isfinite(norm):
-        for inner in _members(optimizer):
+        for inner in members(optimizer):
             parameters = inner.get_parameters()
             if parameters and inner.config.clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
@@ -188,47 +184,4 @@ def _refuse_differences(
 
 def has_state(optimizer: MegatronOptimizer) -> bool:
     """Whether this rank's part of an optimizer has made an update, or loaded one's result."""
-    return any(inner.optimizer.state for inner in _members(optimizer) if inner.optimizer)
-
-
-# ---- resuming with PyTorch's AdamW ---------------------------------------------------------------
-# Megatron-Core's distributed optimizer expects Transformer Engine's or apex's Adam when it loads a
-# checkpoint. PyTorch's keeps a step counter of its own for every parameter, which needs three
-# repairs: states that exist before they are asked for, a loader that leaves the counter alone, and
-# counters that are not one shared tensor (which would count as many steps as there are parameters).
-
-
-def prepare_for_loading(optimizer: MegatronOptimizer) -> None:
-    """Make the states that a distributed optimizer's checkpoint is loaded into."""
-    for inner in _members(optimizer):
-        if isinstance(inner, DistributedOptimizer) and _is_torch_adam(inner):
-            inner._init_optimizer_states_with_dummy_values()
-
-
-def finish_loading(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter a step counter of its own."""
-    for inner in _members(optimizer):
-        if _is_torch_adam(inner):
-            for state in inner.optimizer.state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].detach().clone()
-
-
-@torch.no_grad()
-def _set_states_without_step(
-    self: DistributedOptimizer, model_param: nn.Parameter, tensors: dict[str, Tensor]
-) -> None:
-    """Load master weights and moments of one parameter; the counter comes from the groups."""
-    group, order = self.model_param_group_index_map[model_param]
-    main = self.optimizer.param_groups[group]["params"][order]
-    for key, destination in {"param": main, **self.optimizer.state[main]}.items():
-        if key != "step":
-            destination.copy_(tensors[key])
-
-
-def _members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-def _is_torch_adam(optimizer: MegatronOptimizer) -> bool:
-    return isinstance(optimizer.optimizer, torch.optim.Adam)  # AdamW is one too
+    return any(inner.optimizer.state for inner in members(optimizer) if inner.optimizer)

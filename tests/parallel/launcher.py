@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_lengen import checkpoint_folder
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -159,3 +163,17 @@ def curve(file: Path, key: str = "lm_loss") -> torch.Tensor:
 def dumps(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
     """What each rank of a run with `dump` wrote."""
     return [torch.load(folder / f"{name}.rank{rank}.pt") for rank in range(ranks)]
+
+
+def stored(root: Path, iteration: int, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint by what follows a prefix."""
+    where = checkpoint_folder.iteration_folder(root, iteration)
+    metadata = checkpoint_folder.read_metadata(where)
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    assert found, sorted(metadata.state_dict_metadata)
+    dcp.load(found, checkpoint_id=str(where), no_dist=True)
+    return {key.removeprefix(prefix): value for key, value in found.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import PRETRAIN, Run, argv, curve, dumps, rows, start, tail, train, wait
+from launcher import PRETRAIN, Run, argv, curve, dumps, rows, start, stored, tail, train, wait
 
 from megatron_lengen import checkpoint_folder
 
@@ -149,23 +149,6 @@ def test_master_weights_are_fp32_and_gains_learn_after_a_resume(folder, name):
         if "norm" in key:
             assert before[key].dtype == torch.float32
             assert (before[key] != after[key]).float().mean() > 0.9, key
-
-
-def stored(root: Path, iteration: int, prefix: str) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint by what follows a prefix."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    where = checkpoint_folder.iteration_folder(root, iteration)
-    metadata = checkpoint_folder.read_metadata(where)
-    found = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    assert found, sorted(metadata.state_dict_metadata)
-    dcp.load(found, checkpoint_id=str(where), no_dist=True)
-    return {key.removeprefix(prefix): value for key, value in found.items()}
 
 
 # ---- schedules (report 43 of the field) ----------------------------------------------------------
