@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import sys
 import warnings
+from types import ModuleType
 
 from packaging.version import Version
 
@@ -36,7 +37,7 @@ def hide_unusable_packages() -> None:
 
 @functools.cache
 def _imports(name: str) -> bool:
-    if sys.modules.get(name, name) is None or importlib.util.find_spec(name) is None:
+    if not is_installed(name.partition(".")[0]):
         return False
     try:
         importlib.import_module(name)
@@ -44,6 +45,11 @@ def _imports(name: str) -> bool:
         logger.warning("ignoring the package '%s': it does not import (%s)", name, error)
         return False
     return True
+
+
+def optional_module(name: str) -> ModuleType | None:
+    """A module of an optional package, or None where there is none that imports (said once)."""
+    return sys.modules[name] if _imports(name) else None
 
 
 def have_transformer_engine() -> bool:

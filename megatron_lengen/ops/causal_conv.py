@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lengen.ops import causal_conv_native
+from megatron_lengen.ops import causal_conv_native, mamba_kernels
 
 
 def causal_conv1d(
@@ -51,7 +51,13 @@ def causal_conv1d(
     else:
         before = initial_state.transpose(1, 2).to(x.dtype)
     reach = None if seq_idx is None else _reach(seq_idx, earlier)
-    y = _Convolution.apply(x, weight, bias, before, reach, activation == "silu")
+    y = None
+    if x.is_cuda and x.numel():
+        given = None if initial_state is None else before
+        documents = None if seq_idx is None else document_numbers(seq_idx)
+        y = mamba_kernels.conv(x, weight, bias, given, documents, activation == "silu")
+    if y is None:
+        y = _Convolution.apply(x, weight, bias, before, reach, activation == "silu")
     if not return_final_state:
         return y
     last = torch.cat((before, x[:, max(0, x.shape[1] - earlier) :]), dim=1)
@@ -81,6 +87,9 @@ def conv_step(
     Returns:
         y [b, d] in x's dtype, and the new state.
     """
+    by_kernel = mamba_kernels.conv_update(x, state, weight, bias, activation == "silu")
+    if by_kernel is not None:
+        return by_kernel
     wide = torch.promote_types(x.dtype, torch.float32)
     window = torch.cat((state.to(x.dtype), x[..., None]), dim=2)
     y = (window.to(wide) * weight.to(wide)).sum(2)
@@ -107,7 +116,7 @@ class _Convolution(torch.autograd.Function):
         library = causal_conv_native.library_for(x)
         if library is not None:
             return causal_conv_native.forward(library, x, weight, bias, before, reach, silu)
-        return _convolve(x, weight, bias, before, reach, silu)
+        return _convolve(x, weight, before, reach, silu, bias)
 
     @staticmethod
     @once_differentiable
@@ -118,26 +127,24 @@ class _Convolution(torch.autograd.Function):
             dx, dweight, dbias, dbefore = causal_conv_native.backward(
                 library, x, weight, bias, before, reach, ctx.silu, dy.to(x.dtype)
             )
-            dbias = None if bias is None else dbias.to(bias.dtype)
-            return dx, dweight.to(weight.dtype), dbias, dbefore.to(before.dtype), None, None
+            cast = None if bias is None else dbias.to(bias.dtype)
+            return dx, dweight.to(weight.dtype), cast, dbefore.to(before.dtype), None, None
+        given = [x, weight, before] if bias is None else [x, weight, before, bias]
         with torch.enable_grad():
-            again = [
-                None if tensor is None else tensor.detach().requires_grad_()
-                for tensor in (x, weight, bias, before)
-            ]
-            y = _convolve(*again, reach, ctx.silu)  # type: ignore[arg-type]
-            wanted = [tensor for tensor in again if tensor is not None]
-            found = iter(torch.autograd.grad(y, wanted, dy))
-        return *(None if tensor is None else next(found) for tensor in again), None, None
+            again = [tensor.detach().requires_grad_() for tensor in given]
+            own_bias = None if bias is None else again[3]
+            y = _convolve(again[0], again[1], again[2], reach, ctx.silu, own_bias)
+            found = torch.autograd.grad(y, again, dy)
+        return found[0], found[1], None if bias is None else found[3], found[2], None, None
 
 
 def _convolve(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     before: Tensor,
     reach: Tensor | None,
     silu: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The same as PyTorch operations; arguments as `_Convolution`'s."""
     taps, length = weight.shape[1], x.shape[1]
@@ -153,6 +160,12 @@ def _convolve(
     if bias is not None:
         y = y + bias.to(wide)
     return (F.silu(y) if silu else y).to(x.dtype)
+
+
+def document_numbers(seq_idx: Tensor) -> Tensor:
+    """int32 [b, l] that only grows, from 0: an old number that comes again is a new document."""
+    changes = (seq_idx[:, 1:] != seq_idx[:, :-1]).cumsum(1, dtype=torch.int32)
+    return F.pad(changes, (1, 0))[:, : seq_idx.shape[1]]
 
 
 def _reach(seq_idx: Tensor, most: int) -> Tensor:

@@ -69,16 +69,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and before; those of weights in fp32."""
     b, length, d = x.shape
-    taps, wide = weight.shape[1], {"dtype": torch.float32}
-    blocks = -(-length // _BLOCK)
-    found = {
-        "dx": torch.empty(x.shape, dtype=x.dtype),
-        "dweight": torch.empty(b * blocks, taps, d, **wide),
-        "dbias": torch.empty(b * blocks, d, **wide),
-        "dbefore": torch.empty(b, taps - 1, d, **wide),
-    }
-    _run(library, "backward", x, weight, bias, before, reach, silu, {"dy": dy, **found})
-    return found["dx"], found["dweight"].sum(0).t(), found["dbias"].sum(0), found["dbefore"]
+    taps, blocks = weight.shape[1], -(-length // _BLOCK)
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    dweight = torch.empty(b * blocks, taps, d, dtype=torch.float32)
+    dbias = torch.empty(b * blocks, d, dtype=torch.float32)
+    dbefore = torch.empty(b, taps - 1, d, dtype=torch.float32)
+    tensors = {"dy": dy, "dx": dx, "dweight": dweight, "dbias": dbias, "dbefore": dbefore}
+    _run(library, "backward", x, weight, bias, before, reach, silu, tensors)
+    return dx, dweight.sum(0).t(), dbias.sum(0), dbefore
 
 
 def _run(
@@ -110,7 +108,9 @@ def _run(
             setattr(call, f"{field}_row", tensor.stride(0))
             setattr(call, f"{field}_token", tensor.stride(1))
     alive["weight"] = weight.float().t().contiguous()
-    alive["bias"] = torch.zeros(d) if bias is None else bias.float().contiguous()
+    alive["bias"] = (
+        torch.zeros(d, dtype=torch.float32) if bias is None else bias.float().contiguous()
+    )
     alive["before"] = before.float().contiguous()
     if reach is not None:
         alive["reach"] = reach.contiguous()

@@ -125,3 +125,26 @@ inline void transpose(const float *in, int64_t rows, int64_t columns, float *out
                 for (int64_t a = 0; a < LANE; ++a)
                     out[(j + b) * rows + i + a] = in[(i + a) * columns + j + b];
 }
+
+// Of multiples of 16.
+inline float dot(const float *a, const float *b, int64_t size) {
+    Lanes sum{};
+    for (int64_t i = 0; i < size; i += LANE) sum += lanes_at(a + i) * lanes_at(b + i);
+    float total = 0.0f;
+    for (int i = 0; i < LANE; ++i) total += sum[i];
+    return total;
+}
+
+// out[i] = scale[i] * in[i] for rows of `width`.
+inline void scale_rows(const float *in, const float *scale, int64_t rows, int64_t width,
+                       float *out) {
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < width; ++j) out[i * width + j] = scale[i] * in[i * width + j];
+}
+
+// out[i][j] = in[i][j] * scale[j].
+inline void scale_columns(const float *in, const float *scale, int64_t rows, int64_t width,
+                          float *out) {
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < width; ++j) out[i * width + j] = in[i * width + j] * scale[j];
+}

@@ -40,28 +40,6 @@ struct Call {
 
 inline int64_t padded(int64_t size) { return (size + LANE - 1) / LANE * LANE; }
 
-inline float dot(const float *a, const float *b, int64_t size) {
-    Lanes sum{};
-    for (int64_t i = 0; i < size; i += LANE) sum += lanes_at(a + i) * lanes_at(b + i);
-    float total = 0.0f;
-    for (int i = 0; i < LANE; ++i) total += sum[i];
-    return total;
-}
-
-// out[i] = scale[i] * in[i] for rows of `width`.
-inline void scale_rows(const float *in, const float *scale, int64_t rows, int64_t width,
-                       float *out) {
-    for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = 0; j < width; ++j) out[i * width + j] = scale[i] * in[i * width + j];
-}
-
-// out[i][j] = in[i][j] * scale[j].
-inline void scale_columns(const float *in, const float *scale, int64_t rows, int64_t width,
-                          float *out) {
-    for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = 0; j < width; ++j) out[i * width + j] = in[i * width + j] * scale[j];
-}
-
 template <typename T> class Unit {
   public:
     explicit Unit(const Call &call)
@@ -71,6 +49,7 @@ template <typename T> class Unit {
         for (auto *matrix : {&x_, &xs_, &xt_, &dy_, &dys_, &dyt_, &y_}) matrix->assign(Q * p_, 0.0f);
         for (auto *matrix : {&scores_, &within_, &weights_, &dweights_, &dscores_})
             matrix->assign(Q * Q, 0.0f);
+        ones_.assign(std::max(n_, Q), 1.0f);
     }
 
     void forward(int64_t unit) {
@@ -102,7 +81,7 @@ template <typename T> class Unit {
         if (!empty) for_heads([&](int64_t i) { read_state(call_.dfinal, i, &dstates[i * size_]); });
         for (int64_t segment = segments_ - 1; segment >= 0; --segment) {
             const int64_t first = segment * SEGMENT;
-            const int64_t last = first + SEGMENT < chunks_ ? first + SEGMENT : chunks_;
+            const int64_t last = std::min(first + SEGMENT, chunks_);
             again(segment, first, last, states.data());
             for (int64_t chunk = last - 1; chunk >= first; --chunk) {
                 start(chunk);
@@ -139,23 +118,27 @@ template <typename T> class Unit {
         row_ = unit / parts / call_.groups;
         const int64_t first = part_ * call_.heads_of_unit;
         head_ = group_ * of_group + first;
-        heads_ = of_group - first < call_.heads_of_unit ? of_group - first : call_.heads_of_unit;
+        heads_ = std::min(of_group - first, call_.heads_of_unit);
     }
 
     float *kept(int64_t i, int64_t segment) const {
         return call_.kept + ((row_ * call_.heads + head_ + i) * segments_ + segment) * size_;
     }
 
-    void read_state(const float *from, int64_t i, float *state) const {
-        from += (row_ * call_.heads + head_ + i) * call_.channels * call_.state;
+    // act(number of a caller's state, number of ours)
+    template <typename Do> void for_state(int64_t i, Do act) const {
+        const int64_t first = (row_ * call_.heads + head_ + i) * call_.channels;
         for (int64_t p = 0; p < call_.channels; ++p)
-            for (int64_t n = 0; n < call_.state; ++n) state[n * p_ + p] = from[p * call_.state + n];
+            for (int64_t n = 0; n < call_.state; ++n)
+                act((first + p) * call_.state + n, n * p_ + p);
+    }
+
+    void read_state(const float *from, int64_t i, float *state) const {
+        for_state(i, [=](int64_t theirs, int64_t ours) { state[ours] = from[theirs]; });
     }
 
     void write_state(const float *state, float *to, int64_t i) const {
-        to += (row_ * call_.heads + head_ + i) * call_.channels * call_.state;
-        for (int64_t p = 0; p < call_.channels; ++p)
-            for (int64_t n = 0; n < call_.state; ++n) to[p * call_.state + n] = state[n * p_ + p];
+        for_state(i, [=](int64_t theirs, int64_t ours) { to[theirs] = state[ours]; });
     }
 
     // Rows of one head or group as fp32; rows behind the last token are zero.
@@ -177,7 +160,7 @@ template <typename T> class Unit {
     // What all heads of a group share: B, C and their products.
     void start(int64_t chunk, bool with_scores = true) {
         token_ = chunk * Q;
-        q_ = call_.tokens - token_ < Q ? call_.tokens - token_ : Q;
+        q_ = std::min(call_.tokens - token_, Q);
         rows_ = padded(q_);
         documents();
         read(call_.b, call_.b_row, call_.b_token, group_ * call_.state, call_.state, n_, b_.data());
@@ -264,7 +247,7 @@ template <typename T> class Unit {
                     nullptr);
         product(Form::left_lower, rows_, p_, rows_, {weights_.data(), Q, 1}, xs_.data(), p_,
                 y_.data(), p_, empty ? nullptr : enter_);
-        write_tokens(static_cast<T *>(call_.y), i, y_.data(), ones_, x_.data());
+        write_tokens(static_cast<T *>(call_.y), i, y_.data(), ones_.data(), x_.data());
         if (goes_on) advance(state, empty);
     }
 
@@ -317,7 +300,7 @@ template <typename T> class Unit {
                 left[t] = out_[t] * dot(&x_[t * p_], &y_[t * p_], p_);
             scale_columns(xt_.data(), out_, p_, rows_, xt_.data());
             product(Form::full, n_, rows_, p_, {dstate, p_, 1}, xt_.data(), rows_, dbt_.data(),
-                    rows_, many_ones(n_));
+                    rows_, ones_.data());
             if (!starts_empty) through = through_[0] * double(dot(state, dstate, size_));
         }
         product(Form::left_upper, rows_, p_, rows_, {weights_.data(), 1, Q}, dy_.data(), p_,
@@ -346,7 +329,7 @@ template <typename T> class Unit {
             }
             // From here on no pair begins at i or later.
             for (int64_t j = i; j < width; ++j) columns[j] = 0.0f;
-            steps[i] = dot(columns, ones_, width);
+            steps[i] = dot(columns, ones_.data(), width);
         }
     }
 
@@ -390,15 +373,10 @@ template <typename T> class Unit {
     void write_group(Left left, Form form, const std::vector<float> &right,
                      const std::vector<float> &turned, float *to, int64_t place) {
         transpose(turned.data(), n_, rows_, z_.data());
-        product(form, rows_, n_, rows_, left, right.data(), n_, z_.data(), n_, ones_);
+        product(form, rows_, n_, rows_, left, right.data(), n_, z_.data(), n_, ones_.data());
         for (int64_t t = 0; t < q_; ++t)
             std::memcpy(to + (place + t * call_.groups + group_) * call_.state, &z_[t * n_],
                         call_.state * sizeof(float));
-    }
-
-    const float *many_ones(int64_t size) {
-        many_.assign(size, 1.0f);
-        return many_.data();
     }
 
     const Call &call_;
@@ -407,13 +385,10 @@ template <typename T> class Unit {
     int64_t token_ = 0, q_ = 0, rows_ = 0;                           // the chunk
     std::vector<float> b_, c_, bt_, ct_, dbt_, dct_, z_;             // [Q, n] or [n, Q]
     std::vector<float> x_, xs_, xt_, dy_, dys_, dyt_, y_;            // [Q, p] or [p, Q]
-    std::vector<float> scores_, within_, weights_, dweights_, dscores_, through_, many_;
+    std::vector<float> scores_, within_, weights_, dweights_, dscores_, through_, ones_;
     std::vector<double> da_, dd_;
     int32_t first_[Q];
     float dt_[Q], high_[Q], low_[Q], enter_[Q], leave_[Q], out_[Q];
-    float ones_[Q] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                      1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                      1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 };
 
 template <typename T, typename Do> void run(const Call &call, Do act) {

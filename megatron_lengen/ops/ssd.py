@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lengen.ops import ssd_chunks, ssd_native
+from megatron_lengen.ops import mamba_kernels, ssd_chunks, ssd_native
+from megatron_lengen.ops.causal_conv import document_numbers
 from megatron_lengen.ops.ssd_chunks import Inputs
 
 
@@ -54,10 +55,17 @@ def ssd_scan(
         ValueError: for shapes that do not fit each other.
     """
     _check(x, dt, A, B, C, D, seq_idx, initial_states, chunk_size)
-    documents = None if seq_idx is None else _numbered(seq_idx)
     if not x.numel():
         return _of_nothing(x, B, initial_states, return_final_states)
-    y, final = _Scan.apply(x, dt, A, B, C, D, initial_states, documents, return_final_states)
+    documents = None if seq_idx is None else document_numbers(seq_idx)
+    by_kernel = mamba_kernels.scan(
+        x, dt, A, B, C, chunk_size=chunk_size, D=D, documents=documents, initial=initial_states
+    )
+    if by_kernel is not None:
+        return by_kernel if return_final_states else by_kernel[0]
+    y, final = _Scan.apply(
+        x, dt, A, B, C, D, initial_states, documents, return_final_states, torch.is_grad_enabled()
+    )
     return (y, final) if return_final_states else y
 
 
@@ -112,19 +120,19 @@ class _Scan(torch.autograd.Function):
         initial: Tensor | None,
         documents: Tensor | None,
         with_final: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = Inputs(x, dt, A, B, C, D, documents)
-        library = ssd_native.library_for(inputs)
         ctx.set_materialize_grads(False)
-        if library is not None:
+        library = ssd_native.library_for(inputs)
+        final: Tensor | None
+        if library is None:
+            y, final, kept = ssd_chunks.forward(inputs, initial)
+        else:
             y, final, kept = ssd_native.forward(
-                library, inputs, initial, final=with_final, keep=any(ctx.needs_input_grad)
+                library, inputs, initial, final=with_final, keep=keep
             )
-            ctx.save_for_backward(*inputs, initial, kept)
-            return y, final
-        y, final, kept = ssd_chunks.forward(inputs, _wide_state(inputs, initial))
-        ctx.pieces = [len(states) for states in kept]
-        ctx.save_for_backward(*inputs, initial, *(state for states in kept for state in states))
+        ctx.save_for_backward(*inputs, initial, *kept)
         return y, final
 
     @staticmethod
@@ -135,26 +143,14 @@ class _Scan(torch.autograd.Function):
         initial, *kept = ctx.saved_tensors[fields:]
         dy = torch.zeros_like(inputs.x) if dy is None else dy.to(inputs.x.dtype)
         library = ssd_native.library_for(inputs)
-        if library is not None:
-            grads, dinitial = ssd_native.backward(library, inputs, initial, *kept, dy, dfinal)
+        dinitial: Tensor | None
+        if library is None:
+            grads, dinitial = ssd_chunks.backward(inputs, kept, dy, dfinal)
         else:
-            states = iter(kept)
-            by_rows = [[next(states) for _ in range(pieces)] for pieces in ctx.pieces]
-            dlast = _wide_state(inputs, dfinal)
-            grads, dinitial = ssd_chunks.backward(inputs, by_rows, dy, dlast)
-        of_inputs = (grads.x, grads.dt, grads.A, grads.B, grads.C, grads.D)
-        cast = [
-            None if source is None else grad.to(source.dtype)
-            for grad, source in zip(of_inputs, inputs, strict=False)
-        ]
-        return *cast, None if initial is None else dinitial.to(initial.dtype), None, None
-
-
-def _wide_state(inputs: Inputs, state: Tensor | None) -> Tensor:
-    if state is not None:
-        return state.to(inputs.wide)
-    b, _, h, p = inputs.x.shape
-    return inputs.x.new_zeros(b, h, p, inputs.B.shape[3], dtype=inputs.wide)
+            grads, dinitial = ssd_native.backward(library, inputs, initial, kept, dy, dfinal)
+        pairs = zip((*grads, dinitial), (*inputs[:-1], initial), strict=True)
+        cast = (None if to is None or grad is None else grad.to(to.dtype) for grad, to in pairs)
+        return *cast, None, None, None
 
 
 def _of_nothing(
@@ -168,12 +164,6 @@ def _of_nothing(
     if initial is None:
         initial = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3], dtype=wide)
     return y, initial.to(wide)
-
-
-def _numbered(seq_idx: Tensor) -> Tensor:
-    """[b, l] numbers that only grow: an old number that comes again is a new document."""
-    changes = seq_idx[:, 1:] != seq_idx[:, :-1]
-    return torch.nn.functional.pad(changes.to(torch.int32).cumsum(1, dtype=torch.int32), (1, 0))
 
 
 def _check(

@@ -92,51 +92,56 @@ def _pieces(rows: slice, length: int, most: int) -> Iterator[_Part]:
         yield _Part(rows, slice(whole, length), length - whole)
 
 
-def forward(inputs: Inputs, initial: Tensor) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+def forward(inputs: Inputs, initial: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The scan.
 
     Args:
-        initial: [b, h, p, n], the state before the first token.
+        initial: [b, h, p, n], the state before the first token, or None for zeros.
 
     Returns:
         y [b, l, h, p] in x's dtype, the last state [b, h, p, n], and the states at the start of
         every piece.
     """
-    y = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
-    final = torch.empty_like(initial)
-    kept = []
+    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+    first = _wide_state(inputs, initial)
+    final, kept = torch.empty_like(first), []
     for pieces in parts(inputs):
-        state, at_starts = _inner(initial[pieces[0].rows], inputs), []
+        state = _inner(first[pieces[0].rows], inputs)
         for part in pieces:
-            at_starts.append(state)
-            piece = _Piece(inputs, part)
-            out, state = piece.forward(state)
-            y[part.rows, part.tokens] = out
+            kept.append(state)
+            y[part.rows, part.tokens], state = _Piece(inputs, part).forward(state)
         final[pieces[0].rows] = _outer(state, inputs)
-        kept.append(at_starts)
     return y, final, kept
 
 
 def backward(
-    inputs: Inputs, kept: list[list[Tensor]], dy: Tensor, dfinal: Tensor
+    inputs: Inputs, kept: list[Tensor], dy: Tensor, dfinal: Tensor | None
 ) -> tuple[Grads, Tensor]:
     """Gradients of everything in `Inputs`, and of the initial state [b, h, p, n]."""
-    wide = inputs.wide
     sources = (inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.A)
-    grads = Grads(*(torch.zeros_like(x, dtype=wide) for x in sources))
-    dinitial = torch.empty_like(dfinal)
-    for pieces, at_starts in zip(parts(inputs), kept, strict=True):
-        dstate = _inner(dfinal[pieces[0].rows], inputs)
-        for part, state in zip(reversed(pieces), reversed(at_starts), strict=True):
-            piece = _Piece(inputs, part)
-            found, dstate = piece.backward(state, dy[part.rows, part.tokens].to(wide), dstate)
+    grads = Grads(*(torch.zeros_like(x, dtype=inputs.wide) for x in sources))
+    dlast = _wide_state(inputs, dfinal)
+    dinitial, states = torch.empty_like(dlast), list(kept)
+    for pieces in reversed(parts(inputs)):
+        dstate = _inner(dlast[pieces[0].rows], inputs)
+        for part in reversed(pieces):
             where = (part.rows, part.tokens)
-            for of in ("x", "dt", "B", "C"):
-                getattr(grads, of)[where] = getattr(found, of)
-            grads.A.add_(found.A)
-            grads.D.add_(found.D)
+            piece = _Piece(inputs, part)
+            found, dstate = piece.backward(states.pop(), dy[where].to(inputs.wide), dstate)
+            for whole, own in zip(grads, found, strict=True):
+                if own.shape == inputs.A.shape:
+                    whole += own
+                else:
+                    whole[where] = own
         dinitial[pieces[0].rows] = _outer(dstate, inputs)
     return grads, dinitial
+
+
+def _wide_state(inputs: Inputs, state: Tensor | None) -> Tensor:
+    if state is not None:
+        return state.to(inputs.wide)
+    b, _, h, p = inputs.x.shape
+    return inputs.x.new_zeros(b, h, p, inputs.B.shape[3], dtype=inputs.wide)
 
 
 def _inner(state: Tensor, inputs: Inputs) -> Tensor:
@@ -253,20 +258,21 @@ class _Piece:
         weights = (self.repeated(self.within) * scores[:, :, :, None]).flatten(2, 3)
         dx = self.by_head(weights.transpose(3, 4) @ self.by_head(dy))
         dscores = (self.repeated(dweights) * self.repeated(self.within)).sum(3)
-        # Tokens on the diagonal do not decay: what they add would only cancel.
-        moved = dweights.mul_(weights).tril_(-1)
-        dsums = (moved.sum(4) - moved.sum(3)).transpose(2, 3)
+        # A token's step matters to all pairs that it lies between, from j < t to i >= t. Sums of
+        # what each pair adds and takes away again would lose them where decays are strong.
+        moved = _from_behind(dweights.mul_(weights), 3).tril_(-1)
+        dsteps = moved.sum(4).transpose(2, 3)
 
         # Between them.
         dx_out = self.tokens(self.B @ dafters) * self.leave[..., None]
         dC = dscores @ self.B + self.by_group(entered) @ before.transpose(3, 4)
         scaled = self.x * (self.leave * self.dt)[..., None]
         dB = dscores.transpose(3, 4) @ self.C + self.by_group(scaled) @ dafters.transpose(3, 4)
-        dsums = dsums + (self.tokens(self.C @ before) * entered).sum(4)
+        entering = (self.tokens(self.C @ before) * entered).sum(4)
         left = (dx_out * self.x).sum(4) * self.dt
         dthrough = (before * dafters).sum(3).unflatten(3, (-1, self.x.shape[4])).sum(4)
-        ends = left.sum(2) + dthrough.flatten(2) * self.through
-        dsteps = (dsums - left).flip(2).cumsum(2).flip(2) + ends[:, :, None]
+        through = (dthrough.flatten(2) * self.through)[:, :, None]
+        dsteps = dsteps + _from_behind(entering, 2) + (left.cumsum(2) - left) + through
 
         dx += dx_out
         ddt = torch.addcmul((dx * self.x).sum(4), dsteps, self.A)
@@ -295,6 +301,11 @@ class _Piece:
             dafters[:, i] = dstate
             dstate = torch.addcmul(dbefore[:, i], through[:, i], dstate)
         return dstate, dafters
+
+
+def _from_behind(x: Tensor, dim: int) -> Tensor:
+    """Sums from each place to the end."""
+    return x.flip(dim).cumsum(dim).flip(dim)
 
 
 def _document_masks(

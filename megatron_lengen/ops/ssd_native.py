@@ -49,7 +49,7 @@ def library_for(inputs: Inputs) -> ctypes.CDLL | None:
 
 def forward(
     library: ctypes.CDLL, inputs: Inputs, initial: Tensor | None, *, final: bool, keep: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """The scan.
 
     Args:
@@ -58,49 +58,42 @@ def forward(
         keep: whether backward will follow.
 
     Returns:
-        y, the last state or None, and what backward needs or None.
+        y, the last state or None, and what backward needs: [] or the states at every segment.
     """
     x, n = inputs.x, inputs.B.shape[3]
     b, length, h, p = x.shape
-    wide = {"dtype": torch.float32}
     y = torch.empty(x.shape, dtype=x.dtype)
-    last = torch.empty(b, h, p, n, **wide) if final else None
+    last = torch.empty(b, h, p, n, dtype=torch.float32) if final else None
     kept = None
     if keep:
         size = -(-n // _LANE) * _LANE * (-(-p // _LANE) * _LANE)
-        kept = torch.empty(b, h, -(-length // _SEGMENT_TOKENS), size, **wide)
+        kept = torch.empty(b, h, -(-length // _SEGMENT_TOKENS), size, dtype=torch.float32)
     _run(library, "forward", inputs, {"initial": initial, "y": y, "final": last, "kept": kept})
-    return y, last, kept
+    return y, last, [] if kept is None else [kept]
 
 
 def backward(
     library: ctypes.CDLL,
     inputs: Inputs,
     initial: Tensor | None,
-    kept: Tensor,
+    kept: list[Tensor],
     dy: Tensor,
     dfinal: Tensor | None,
 ) -> tuple[Grads, Tensor | None]:
     """Gradients of everything in `Inputs`, and of the initial state, if there is one."""
-    x, n = inputs.x, inputs.B.shape[3]
-    b, length, h, _ = x.shape
-    groups = inputs.B.shape[2]
-    wide = {"dtype": torch.float32}
+    x, groups, n = inputs.x, *inputs.B.shape[2:]
+    b, length, h, p = x.shape
     parts = -(-(h // groups) // _heads_of_unit(inputs))
-    found = {
-        "dx": torch.empty(x.shape, dtype=x.dtype),
-        "ddt": torch.empty(b, length, h, **wide),
-        "db": torch.empty(parts, b, length, groups, n, **wide),
-        "dc": torch.empty(parts, b, length, groups, n, **wide),
-        "da": torch.empty(b, h, **wide),
-        "dd": torch.empty(b, h, **wide),
-    }
-    dinitial = None if initial is None else torch.empty(b, h, x.shape[3], n, **wide)
-    given = {"initial": initial, "kept": kept, "dfinal": dfinal, "dinitial": dinitial}
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    ddt = torch.empty(b, length, h, dtype=torch.float32)
+    db, dc = torch.empty(2, parts, b, length, groups, n, dtype=torch.float32)
+    da, dd = torch.empty(2, b, h, dtype=torch.float32)
+    found = {"dx": dx, "ddt": ddt, "db": db, "dc": dc, "da": da, "dd": dd}
+    dinitial = None if initial is None else torch.empty(b, h, p, n, dtype=torch.float32)
+    given = {"initial": initial, "kept": kept[0], "dfinal": dfinal, "dinitial": dinitial}
     _run(library, "backward", inputs, {**given, **found}, dy)
-    db, dc = (part[0] if parts == 1 else part.sum(0) for part in (found["db"], found["dc"]))
-    da, dd = found["da"].sum(0), found["dd"].sum(0)
-    return Grads(found["dx"], found["ddt"], da, db, dc, dd), dinitial
+    db, dc = (part[0] if parts == 1 else part.sum(0) for part in (db, dc))
+    return Grads(dx, ddt, da.sum(0), db, dc, dd.sum(0)), dinitial
 
 
 def _heads_of_unit(inputs: Inputs) -> int:
@@ -129,21 +122,21 @@ def _run(
         heads_of_unit=_heads_of_unit(inputs),
         threads=torch.get_num_threads(),
     )
-    alive = dict(tensors)
-    for field, tensor in {"x": inputs.x, "b": inputs.B, "c": inputs.C, "dy": dy}.items():
-        if tensor is not None:
-            alive[field] = tensor = _dense_tokens(tensor)
-            setattr(call, f"{field}_row", tensor.stride(0))
-            setattr(call, f"{field}_token", tensor.stride(1))
-    for field, tensor in {"dt": inputs.dt, "a": inputs.A, "d": inputs.D}.items():
-        alive[field] = None if tensor is None else tensor.float().contiguous()
-    for field in ("initial", "dfinal"):
-        if alive.get(field) is not None:
-            alive[field] = alive[field].float().contiguous()  # type: ignore[union-attr]
+    alive = {field: tensor for field, tensor in tensors.items() if tensor is not None}
+    by_token = {"x": inputs.x, "b": inputs.B, "c": inputs.C}
+    for field, tensor in (by_token if dy is None else {**by_token, "dy": dy}).items():
+        alive[field] = dense = _dense_tokens(tensor)
+        setattr(call, f"{field}_row", dense.stride(0))
+        setattr(call, f"{field}_token", dense.stride(1))
+    alive |= {"dt": inputs.dt, "a": inputs.A}
+    if inputs.D is not None:
+        alive["d"] = inputs.D
+    for field in {"dt", "a", "d", "initial", "dfinal"} & alive.keys():
+        alive[field] = alive[field].float().contiguous()
     if inputs.documents is not None:
         alive["documents"] = inputs.documents.int().contiguous()
     for field, tensor in alive.items():
-        setattr(call, field, None if tensor is None else tensor.data_ptr())
+        setattr(call, field, tensor.data_ptr())
     suffix = "f32" if inputs.x.dtype == torch.float32 else "bf16"
     getattr(library, f"lengen_ssd_{name}_{suffix}")(ctypes.byref(call))
 
