@@ -1,17 +1,17 @@
-"""Tensors of a Hugging Face folder, in and out, one at a time."""
+"""Tensors of a Hugging Face folder, one at a time."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from megatron_lengen.convert.bin_files import bin_entries
+from megatron_lengen.convert.safetensors_files import Entry, read_entries, read_entry
 from megatron_lengen.data.hub import check_on_hub
 from megatron_lengen.errors import BadInput, missing_package, require
 
@@ -40,8 +40,8 @@ class HFFolder:
         require(self.folder.is_dir(), f"--load: {self.folder} is not a folder")
         require((self.folder / CONFIG).exists(), f"--load: {self.folder} has no {CONFIG}")
         self.raw_config: dict[str, Any] = _read_json(self.folder / CONFIG)
-        self._file_of = self._locate()
-        self._stored = _renamed(self._file_of, renames or {})
+        self._places = self._locate()
+        self._stored = _renamed(self._places, renames or {})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,98 +50,31 @@ class HFFolder:
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in the stored dtype."""
-        name, path = self._place(name)
-        if path.suffix == ".bin":
-            return _load_bin(path)[name].clone()
-        with _open_safetensors(path) as file:
-            return file.get_tensor(name)
+        return read_entry(*self._place(name))
 
     def meta(self, name: str) -> Tensor:
         """An empty tensor on the meta device with the stored shape and dtype."""
-        name, path = self._place(name)
-        if path.suffix == ".bin":
-            return _load_bin(path)[name].to("meta")
-        with _open_safetensors(path) as file:
-            piece = file.get_slice(name)
-            # An empty slice carries the dtype without reading the tensor.
-            dtype = piece[:0].dtype if piece.get_shape() else file.get_tensor(name).dtype
-            return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+        return self._place(name)[1].meta()
 
-    def _place(self, name: str) -> tuple[str, Path]:
-        """How the tensor is called in which file."""
+    def _place(self, name: str) -> tuple[Path, Entry]:
+        """In which file the tensor lies, and where."""
         require(name in self._stored, f"{self.folder}: no tensor {name}")
-        stored = self._stored[name]
-        return stored, self._file_of[stored]
+        return self._places[self._stored[name]]
 
-    def _locate(self) -> dict[str, Path]:
+    def _locate(self) -> dict[str, tuple[Path, Entry]]:
         for single, index in zip(_SINGLE, _INDEX, strict=True):
             if (self.folder / index).exists():
                 weights = _read_json(self.folder / index).get("weight_map", {})
                 files = {self.folder / name for name in weights.values()}
                 for path in sorted(files):
                     require(path.exists(), f"{path}: missing, though {index} names it")
-                found = {name: path for path in files for name in _names(path)}
+                found = {name: place for path in files for name, place in _places(path).items()}
                 lost = sorted(set(weights) - set(found))
                 require(not lost, f"{self.folder}: no tensor {', '.join(lost[:3])}")
                 return found
             if (self.folder / single).exists():
-                path = self.folder / single
-                return dict.fromkeys(_names(path), path)
+                return _places(self.folder / single)
         raise BadInput(f"--load: {self.folder} has no {_SINGLE[0]}, {_INDEX[0]} or .bin weights")
-
-
-class ShardWriter:
-    """Collects tensors into `model-0000x-of-0000y.safetensors` (one file: `model.safetensors`).
-
-    Call `add` for every tensor, then `close`.
-    """
-
-    def __init__(self, folder: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-        self._folder = folder
-        self._max_bytes = max_shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._shards: list[list[str]] = []
-        self._total = {"total_parameters": 0, "total_size": 0}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; it is written when its shard is full."""
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._max_bytes:
-            self._flush()
-        # A view into a larger tensor would be stored whole.
-        self._pending[name] = tensor.clone(memory_format=torch.contiguous_format)
-        self._pending_bytes += size
-        self._total["total_size"] += size
-        self._total["total_parameters"] += tensor.numel()
-
-    def close(self) -> None:
-        """Write the rest, name the shards, and write the index when there are several."""
-        self._flush()
-        count = len(self._shards)
-        weight_map = {}
-        for number, names in enumerate(self._shards, 1):
-            file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else _SINGLE[0]
-            os.rename(self._part(number), self._folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        if count > 1:
-            index = {"metadata": self._total, "weight_map": dict(sorted(weight_map.items()))}
-            write_json(self._folder / _INDEX[0], index)
-
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number:05d}"
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        if not self._pending:
-            return
-        self._shards.append(list(self._pending))
-        part = self._part(len(self._shards))
-        save_file(self._pending, part, metadata={"format": "pt"})
-        # The library makes files for the owner only; the folder shows what the user wants.
-        part.chmod(self._folder.stat().st_mode & 0o666)
-        self._pending, self._pending_bytes = {}, 0
 
 
 def fetch_folder(load: str | Path, revision: str | None = None) -> Path:
@@ -220,24 +153,6 @@ def _renamed(names: Collection[str], renames: Mapping[str, str]) -> dict[str, st
     return stored
 
 
-def _names(path: Path) -> list[str]:
-    if path.suffix == ".bin":
-        return list(_load_bin(path))
-    with _open_safetensors(path) as file:
-        return list(file.keys())
-
-
-def _open_safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise BadInput(f"{path}: damaged or cut short ({error})") from error
-
-
-def _load_bin(path: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise BadInput(f"{path}: damaged or not a file of weights") from error
+def _places(path: Path) -> dict[str, tuple[Path, Entry]]:
+    entries = bin_entries(path) if path.suffix == ".bin" else read_entries(path)
+    return {name: (path, entry) for name, entry in entries.items()}

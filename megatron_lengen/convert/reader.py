@@ -5,19 +5,13 @@ The layout of the folders is in `checkpoint_folder`; the files are Megatron's `t
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lengen.checkpoint_folder import (
@@ -27,6 +21,7 @@ from megatron_lengen.checkpoint_folder import (
     read_metadata,
 )
 from megatron_lengen.config import LengenConfig, config_from_architecture
+from megatron_lengen.convert.torch_dist import read_tensor
 from megatron_lengen.errors import BadInput
 
 # Everything else in a checkpoint (optimizer states, RNG states, counters) is not the model.
@@ -82,38 +77,8 @@ class Checkpoint:
         Raises:
             BadInput: if it is missing or its bytes cannot be read.
         """
-        tensor = torch.empty_like(self.meta(key), device="cpu")
-        reader = _ReaderWithMetadata(self.folder, self.metadata)
-        try:
-            with single_process():
-                dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
-        except (Exception, CheckpointException) as error:
-            files = ", ".join(sorted(self._files_of(key)))
-            raise BadInput(f"{self.folder}: {files}: {key} cannot be read, damaged") from error
-        return tensor
-
-    def _files_of(self, key: str) -> set[str]:
-        storage = self.metadata.storage_data
-        return {entry.relative_path for index, entry in storage.items() if index.fqn == key}
-
-
-class _ReaderWithMetadata(FileSystemReader):
-    """A reader that does not load `.metadata` again for every tensor."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
-@contextmanager
-def single_process() -> Iterator[None]:
-    """Work of torch.distributed.checkpoint without its warning that there is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
-        yield
+        self.meta(key)
+        return read_tensor(self.folder, self.metadata, key)
 
 
 def open_checkpoint(load: str | Path, iteration: int | str | None = None) -> Checkpoint:

@@ -6,6 +6,9 @@ that dies half-way leaves nothing at the name that others read.
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
 import os
 import shutil
 import uuid
@@ -13,7 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_lengen.errors import BadInput, require
+from megatron_lengen.convert.stream import sync
+from megatron_lengen.errors import BadInput, Fault, require
+
+_PARTIAL, _PREVIOUS = ".partial", ".previous"
 
 
 def check_target(target: Path, force: bool, marker: str) -> None:
@@ -38,40 +44,101 @@ def check_target(target: Path, force: bool, marker: str) -> None:
 
 
 @contextmanager
-def staged_folder(target: Path, force: bool, marker: str) -> Iterator[Path]:
+def staged_folder(target: Path, force: bool, marker: str, needed: int = 0) -> Iterator[Path]:
     """A hidden folder beside `target` that takes its name when the block ends well.
 
-    On an exception the hidden folder is removed and `target` stays as it was.
+    On an exception the hidden folder is removed and `target` stays as it was. What a killed run
+    left behind is removed by the next one for the same target.
+
+    Args:
+        target, force, marker: as in `check_target`.
+        needed: bytes that will be written, if known.
 
     Raises:
         BadInput: as `check_target`, or when the place cannot be written.
+        Fault: when the disk is full, or has less room than is needed.
     """
     target = Path(os.path.abspath(target))
+    _tidy(target)
     check_target(target, force, marker)
-    staging = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     new_parents = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        staging = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}"
         staging.mkdir()
     except OSError as error:
         raise BadInput(f"--save: cannot write {target}: {error.strerror}") from error
     try:
-        yield staging
-        _publish(staging, target)
-    except BaseException:
+        with _locked(staging):
+            room = shutil.disk_usage(staging).free
+            if room < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield staging
+            _publish(staging, target)
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         for parent in new_parents:
             with suppress(OSError):
                 parent.rmdir()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            wanted = f"{needed / 1e9:.3g} GB needed, " if needed else ""
+            raise Fault(
+                f"--save: {target}: {error.strerror} ({wanted}{room / 1e9:.3g} GB were free); "
+                "nothing was written"
+            ) from error
         raise
 
 
+@contextmanager
+def _locked(staging: Path) -> Iterator[None]:
+    """Hold the lock that says that a process works in the folder; it ends with the process."""
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _tidy(target: Path) -> None:
+    """Remove what killed runs left beside the target, and give it back what one had moved away."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*{_PARTIAL}"):
+        if _is_left_over(path):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*{_PREVIOUS}"):
+        if not target.exists():
+            os.rename(path, target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left_over(staging: Path) -> bool:
+    """Whether no process holds the folder's lock; where that cannot be known, one may."""
+    try:
+        descriptor = os.open(staging, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def _publish(staging: Path, target: Path) -> None:
+    for folder, _, files in os.walk(staging):
+        for name in files:
+            sync(Path(folder) / name)
+        sync(Path(folder))
     if not target.exists():
         os.rename(staging, target)
-        return
-    # Two renames: readers see the old folder, a moment of nothing, then the new one.
-    previous = staging.with_suffix(".previous")
-    os.rename(target, previous)
-    os.rename(staging, target)
-    shutil.rmtree(previous)
+    else:
+        # Two renames: readers see the old folder, a moment of nothing, then the new one.
+        previous = staging.with_suffix(_PREVIOUS)
+        os.rename(target, previous)
+        os.rename(staging, target)
+        shutil.rmtree(previous)
+    sync(target.parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.hf_folder import (
     CONFIG,
     DEFAULT_SHARD_BYTES,
-    ShardWriter,
     write_json,
 )
 from megatron_lengen.convert.loading import load_hf_fp32, load_state_dict_as_hf
-from megatron_lengen.convert.mapping import pad_vocabulary
+from megatron_lengen.convert.mapping import Rule, pad_vocabulary
 from megatron_lengen.convert.reader import Checkpoint, open_checkpoint
+from megatron_lengen.convert.safetensors_files import ShardWriter
 from megatron_lengen.convert.staging import check_target, staged_folder
+from megatron_lengen.convert.stream import Job, Pace
 from megatron_lengen.convert.tokens import ID_KEYS, export_tokenizer, within_vocabulary
 from megatron_lengen.convert.verify import Verified, verify_models
 from megatron_lengen.errors import require
@@ -49,6 +51,7 @@ def checkpoint_to_hf(
     force: bool = False,
     family: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    pace: Pace | None = None,
     report: Callable[[str], None] = print,
 ) -> Verified | None:
     """Write a checkpoint as a Hugging Face folder that `AutoModelForCausalLM` loads.
@@ -63,6 +66,7 @@ def checkpoint_to_hf(
         force: replace an existing model folder.
         family: target family; found from the configuration if None.
         max_shard_bytes: size at which a new weight file begins.
+        pace: threads and progress bar; one and none by default.
         report: receives lines for the user.
 
     Returns:
@@ -75,16 +79,16 @@ def checkpoint_to_hf(
     save = Path(save)
     check_target(save, force, CONFIG)
     source = _Source(open_checkpoint(load, iteration), dtype, settings, family)
-    with staged_folder(save, force, CONFIG) as folder:
+    metas = source.their_metas()
+    needed = sum(meta.nbytes for meta in metas.values())
+    with staged_folder(save, force, CONFIG, needed) as folder:
         write_json(folder / CONFIG, source.hf_config)
         ids = export_tokenizer(source.checkpoint.tokenizer_folder, folder)
         hf = _with_ids(source, ids, settings or {}, report)
         write_json(folder / CONFIG, hf)
         write_json(folder / GENERATION_CONFIG, _generation_config(hf))
-        writer = ShardWriter(folder, max_shard_bytes)
-        for name, tensor in source.their_tensors():
-            writer.add(name, tensor)
-        writer.close()
+        with ShardWriter(folder, metas, max_shard_bytes) as writer:
+            (pace or Pace()).run(source.jobs(writer), "tensors")
         if source.family.code is not None:
             shutil.copyfile(source.family.code, folder / source.family.code.name)
         card = model_card(save.name, source.checkpoint.info, hf)
@@ -165,6 +169,30 @@ class _Source:
         for rule in self._rules:
             tensor = self._cast(self.checkpoint.read(rule.ours))
             yield from rule.to_theirs(tensor, self.config).items()
+
+    def their_metas(self) -> dict[str, Tensor]:
+        """Shape and dtype of every tensor of theirs."""
+        out: dict[str, Tensor] = {}
+        for rule in self._rules:
+            meta = self._cast(self.checkpoint.meta(rule.ours))
+            out.update(rule.to_theirs(meta, self.config))
+        return out
+
+    def jobs(self, writer: ShardWriter) -> list[Job]:
+        """What there is to do: to write what becomes of each tensor of ours."""
+
+        def work(rule: Rule) -> None:
+            tensor = self._cast(self.checkpoint.read(rule.ours))
+            for name, part in rule.to_theirs(tensor, self.config).items():
+                writer.add(name, part)
+
+        jobs = []
+        for rule in self._rules:
+            stored = self.checkpoint.meta(rule.ours)
+            size = max(stored.nbytes, self._cast(stored).nbytes)
+            # A tensor, and what it is cast or split to.
+            jobs.append(Job(partial(work, rule), size, 2 * size))
+        return jobs
 
     def our_tensor(self, key: str) -> Tensor:
         """Our full tensor in the chosen dtype, padded for one process."""

@@ -21,6 +21,7 @@ from megatron_lengen.convert.loading import (
 )
 from megatron_lengen.convert.mapping import Rule, pad_vocabulary
 from megatron_lengen.convert.reader import open_checkpoint
+from megatron_lengen.convert.stream import Pace
 from megatron_lengen.convert.to_hf import VOCABULARY_TABLES, chosen_dtype
 from megatron_lengen.convert.tokens import ID_KEYS, importer
 from megatron_lengen.convert.verify import Verified, verify_models
@@ -42,6 +43,7 @@ def hf_to_checkpoint(
     family: str | None = None,
     renames: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
+    pace: Pace | None = None,
     report: Callable[[str], None] = print,
 ) -> Verified | None:
     """Write a Hugging Face model as a checkpoint from which training starts at iteration 0.
@@ -57,6 +59,7 @@ def hf_to_checkpoint(
         family: source family; the configuration's `model_type` if None.
         renames: text to replace in names of tensors, for checkpoints whose names differ.
         trust_remote_code: run the code that a model of somebody else's brings, to compare with it.
+        pace: threads and progress bar; one and none by default.
         report: receives lines for the user.
 
     Returns:
@@ -104,6 +107,7 @@ def hf_to_checkpoint(
         check=check if verify else None,
         details=details,
         force=force,
+        pace=pace,
     )
     if results:
         report(f"verified: {results[0]}")

@@ -9,13 +9,14 @@ Both compare the logits of the two models before anything appears at --save (--n
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.errors import BadInput, run_main
+from megatron_lengen.errors import BadInput, require, run_main
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,13 +64,28 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         way.add_argument("--family", help="model family; default: from the configuration")
         way.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True)
         way.add_argument("--force", action="store_true", help="replace what an earlier run wrote")
+        way.add_argument(
+            "--workers", type=int, help="threads that read and write; default: the cores, up to 4"
+        )
+        way.add_argument(
+            "--progress",
+            action=argparse.BooleanOptionalAction,
+            help="a bar on stderr; default: on a terminal",
+        )
     return parser.parse_args(argv)
 
 
 def main() -> int:
     """Run one conversion; 1 if the two models differ."""
     args = parse_arguments()
+    require(
+        args.workers is None or args.workers >= 1,
+        f"--workers: found {args.workers}; allowed: 1 or more",
+    )
+    # PyTorch then asks the kernel for large pages: fresh memory costs more than copying to it.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from megatron_lengen.convert.families import parse_renames, parse_settings
+    from megatron_lengen.convert.stream import Pace, default_workers
     from megatron_lengen.convert.verify import VerificationError
 
     common = {
@@ -78,6 +94,7 @@ def main() -> int:
         "verify": args.verify,
         "force": args.force,
         "family": args.family,
+        "pace": Pace(args.workers or default_workers(), args.progress),
     }
     try:
         if args.way == "to-hf":

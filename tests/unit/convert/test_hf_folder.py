@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_lengen.convert import hf_folder
-from megatron_lengen.convert.hf_folder import HFFolder, ShardWriter, fetch_folder, parse_size
+from megatron_lengen.convert.hf_folder import HFFolder, fetch_folder, parse_size
+from megatron_lengen.convert.safetensors_files import ShardWriter
 from megatron_lengen.convert.staging import staged_folder
 from megatron_lengen.errors import BadInput
 
@@ -26,11 +27,14 @@ def folder(tmp_path):
     return tmp_path
 
 
-def write(folder, size):
-    writer = ShardWriter(folder, size)
-    for name, tensor in TENSORS.items():
-        writer.add(name, tensor)
-    writer.close()
+def metas(tensors):
+    return {name: tensor.to("meta") for name, tensor in tensors.items()}
+
+
+def write(folder, size, tensors=TENSORS):
+    with ShardWriter(folder, metas(tensors), size) as writer:
+        for name, tensor in reversed(tensors.items()):
+            writer.add(name, tensor)
 
 
 def same(folder):
@@ -56,15 +60,13 @@ def test_shards_and_index(folder):
     assert index["weight_map"] == {"a": names[0], **dict.fromkeys("bcd", names[1])}
     assert index["metadata"]["total_size"] == 544
     assert sorted(load_file(folder / names[1])) == ["b", "c", "d"]
-    mode = (folder / names[0]).stat().st_mode & 0o777
-    assert mode == folder.stat().st_mode & 0o666
+    # Whoever may read the configuration may read the weights.
+    assert (folder / names[0]).stat().st_mode == (folder / "config.json").stat().st_mode
     same(folder)
 
 
 def test_a_view_is_written_without_the_tensor_behind_it(folder):
-    writer = ShardWriter(folder)
-    writer.add("x", torch.zeros(1000, 1000)[:2])
-    writer.close()
+    write(folder, 10**9, {"x": torch.zeros(1000, 1000)[:2]})
     assert (folder / "model.safetensors").stat().st_size < 10_000
 
 
