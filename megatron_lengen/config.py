@@ -20,82 +20,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_lengen.attention_checks import check_attention
 from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.config_checks import check, parse_layers, per_layer
+from megatron_lengen.config_fields import ARCHITECTURE_FIELDS, MAMBA_ARCHITECTURE_FIELDS
 from megatron_lengen.errors import BadInput, require
-from megatron_lengen.mamba_config import (
-    MAMBA_ARCHITECTURE_FIELDS,
-    Mamba2Fields,
-    check_mamba,
-    settle,
-)
+from megatron_lengen.mamba_config import Mamba2Fields, check_mamba, settle
 from megatron_lengen.ops.mask import STEPS
-
-# What makes a model the model it is: stored in checkpoints and taken from them on loading.
-ARCHITECTURE_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "layernorm_epsilon",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "rotary_seq_len_interpolation_factor",
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "nape_alibi_heads",
-    "alibi_slopes",
-    "attention_function",
-    "entmax_alpha",
-    "query_scaling",
-    "query_scaling_scope",
-    "query_scaling_coef_bound",
-    "query_scaling_pow_bound",
-    "query_scaling_coef_activation",
-    "query_scaling_coef_shift",
-    "query_scaling_log_base",
-    "query_scaling_proj_bias",
-    "query_scaling_weight_scale",
-    "query_scaling_identity_init",
-    "untie_embeddings_and_output_weights",
-    "sliding_window",
-    "window_attn_skip_freq",
-    "no_rope_freq",
-    "init_method_std",
-)
-
-
-# The method's own settings: a resumed run keeps them unless flags say otherwise.
-METHOD_FIELDS = (
-    "seed",
-    "dropout_variant",
-    "dropout_variant_file",
-    "dropout_rate",
-    "dropout_layers",
-    "dropout_apply_to",
-    "dropout_skip_modules",
-    "dropout_keep_final_norm",
-    "dropout_detach_alpha",
-    "dropout_detach_beta",
-    "attention_dropout",
-    "attention_dropout_layers",
-    "document_boundaries",
-)
 
 
 class LayerKind(NamedTuple):
@@ -279,9 +207,9 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
 
     def __post_init__(self) -> None:
         settle(self)
+        check_mamba(self)
         check(self)
         check_attention(self)
-        check_mamba(self)
         if self.transformer_impl == "auto":
             usable = torch.cuda.is_available() and have_transformer_engine()
             self.transformer_impl = "transformer_engine" if usable else "local"

@@ -238,10 +238,18 @@ def _check_dropout(config: LengenConfig) -> None:
             f"--dropout-apply-to: found {letter!r}; allowed: letters of "
             f"{','.join(letters)} separated by commas",
         )
+    after_norm = (
+        config.dropout_variant != "none"
+        and get_variant(config.dropout_variant).placement == "after_norm"
+    )
+    require(
+        not config.include_mixer_norms or after_norm,
+        f"--include-mixer-norms: found with --dropout-variant {config.dropout_variant}; allowed: "
+        "with variants that act behind norms",
+    )
     if config.dropout_letters:
         require(
-            config.dropout_variant == "none"
-            or get_variant(config.dropout_variant).placement == "after_norm",
+            config.dropout_variant == "none" or after_norm,
             f"--dropout-apply-to: {config.dropout_variant} acts on the sublayer outputs, "
             "not on projections",
         )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lengen.errors import require
-from megatron_lengen.ops.variants import get_variant
 
 if TYPE_CHECKING:
     from megatron_lengen.config import LengenConfig
@@ -30,25 +29,6 @@ MAMBA_FIELDS = (
     "mamba_chunk_size",
     "mamba_init",
     "include_mixer_norms",
-)
-# What makes a Mamba2 model the model it is (see config.ARCHITECTURE_FIELDS).
-MAMBA_ARCHITECTURE_FIELDS = (
-    "decoder",
-    "num_layers",
-    "hidden_size",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_heads",
-    "mamba_num_groups",
-    "mamba_conv_kernel",
-    "mamba_chunk_size",
-    "mamba_init",
-    "layernorm_epsilon",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "max_position_embeddings",
-    "untie_embeddings_and_output_weights",
-    "init_method_std",
 )
 _EXPANSION = 2  # inner width over hidden size, unless the number of heads says otherwise
 
@@ -163,14 +143,6 @@ def check_mamba(config: LengenConfig) -> None:
         config.recompute_granularity in (None, "full"),
         f"--recompute-granularity: found {config.recompute_granularity}; allowed: full (the scan "
         "keeps only its inputs as it is)",
-    )
-    placement = "before_residual"
-    if config.dropout_on:
-        placement = get_variant(config.dropout_variant).placement
-    require(
-        not config.include_mixer_norms or placement == "after_norm",
-        "--include-mixer-norms: needs --dropout-variant and --dropout-rate, of a variant that acts "
-        "behind norms",
     )
     require(
         config.mamba_init in ("reference", "huggingface"),

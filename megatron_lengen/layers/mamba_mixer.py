@@ -1,11 +1,11 @@
-"""The Mamba2 mixer: input projection, causal convolution, state space, gated norm, output projection.
+"""The Mamba2 mixer: two projections around a causal convolution, a state space and a gated norm.
 
 Dao & Gu (2024, arXiv 2405.21060), with the released models' choices: z, x, B, C and dt from one
 projection, the gate before the norm. Names of parameters and keys of checkpoints are those of
 Megatron-Core's MambaMixer.
 
 Tensor parallelism divides the heads. Groups that share B and C are divided too; a single group's B
-and C are computed on every rank, as parameters of their own (`*_shared`) whose gradients are summed.
+and C are computed on every rank, by parameters of their own (`shared_*`) whose gradients add up.
 
 Shapes: s tokens, b rows, h hidden; on a rank d channels, H heads of P, G groups, N state channels.
 """
@@ -13,7 +13,7 @@ Shapes: s tokens, b rows, h hidden; on a rank d channels, H heads of P, G groups
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,15 @@ class MixerSubmodules:
 
     in_proj: ModuleSpec | type
     out_proj: ModuleSpec | type
+
+
+class Carried(NamedTuple):
+    """What a row's next tokens go on from."""
+
+    window: Tensor
+    """[b, channels, taps - 1]: the last inputs of the convolution."""
+    state: Tensor
+    """[b, H, P, N] fp32."""
 
 
 class Mamba2Mixer(MegatronModule):
@@ -131,51 +140,59 @@ class Mamba2Mixer(MegatronModule):
             dropout = self.site.for_tensor(hidden_states)
             hidden_states = affine_dropout(hidden_states, dropout)
         projected, _ = self.in_proj(hidden_states)
-        states = None if inference_context is None else inference_context.key_value_memory_dict
         z, xbc, dt = projected.split([self.inner, self.conv1d.channels, self.heads], dim=-1)
-        y = self._mix(xbc.transpose(0, 1), dt.transpose(0, 1), states)
-        return self.out_proj(self.norm(y.transpose(0, 1), z))
+        xbc, dt = xbc.transpose(0, 1), dt.transpose(0, 1)
+        if inference_context is None:
+            y, _ = self._scan(xbc, dt, current_documents(), None)
+        else:
+            carried = inference_context.key_value_memory_dict
+            before = carried.get(self.layer_number)
+            documents, before = _documents_of_piece(xbc.shape[1], before)
+            if before is not None and xbc.shape[1] == 1:
+                y, after = self._step(xbc, dt, before)
+            else:
+                y, after = self._scan(xbc, dt, documents, before)
+            carried[self.layer_number] = after
+        return self.out_proj(self.norm(y.flatten(2).transpose(0, 1), z))
 
-    def _mix(self, xbc: Tensor, dt: Tensor, states: dict[int, Any] | None) -> Tensor:
-        """Convolution and state space of [b, s, ...] -> [b, s, d]."""
-        dt = F.softplus(dt.float() + self.dt_bias)
-        decay = -torch.exp(self.A_log.float())
+    def _scan(
+        self, xbc: Tensor, dt: Tensor, documents: Tensor | None, before: Carried | None
+    ) -> tuple[Tensor, Carried]:
+        """Convolution and state space: [b, s, ...] -> [b, s, H, P], and what is carried on."""
         weight, bias = self.conv1d.weights()
-        before = None if states is None else states.get(self.layer_number)
-        documents, before = _documents_of_piece(xbc.shape[1], before)
-        if before is not None and xbc.shape[1] == 1:
-            xbc, window = conv_step(xbc[:, 0], before[0], weight, bias)
-            x, b, c = self._heads_of(xbc)
-            y, state = ssd_step(x, dt[:, 0], decay, b, c, before[1], D=self.D)
-            states[self.layer_number] = (window, state)
-            return y.flatten(1)[:, None]
-        keep = states is not None
         window, state = before or (None, None)
-        convolved = causal_conv1d(
-            xbc,
-            weight,
-            bias,
-            seq_idx=documents,
-            initial_state=window,
-            return_final_state=keep,
+        xbc, window = causal_conv1d(
+            xbc, weight, bias, seq_idx=documents, initial_state=window, return_final_state=True
         )
-        x, b, c = self._heads_of(convolved[0] if keep else convolved)
-        y = ssd_scan(
+        x, b, c = self._heads_of(xbc)
+        y, state = ssd_scan(
             x,
-            dt,
-            decay,
+            self._time_steps(dt),
+            self._decay(),
             b,
             c,
             chunk_size=self.config.mamba_chunk_size,
             D=self.D,
             seq_idx=documents,
             initial_states=state,
-            return_final_states=keep,
+            return_final_states=True,
         )
-        if keep:
-            y, state = y
-            states[self.layer_number] = (convolved[1], state)
-        return y.flatten(2)
+        return y, Carried(window, state)
+
+    def _step(self, xbc: Tensor, dt: Tensor, before: Carried) -> tuple[Tensor, Carried]:
+        """The same of one more token: [b, 1, ...] -> [b, 1, H, P]."""
+        xbc, window = conv_step(xbc[:, 0], before.window, *self.conv1d.weights())
+        x, b, c = self._heads_of(xbc)
+        y, state = ssd_step(
+            x, self._time_steps(dt[:, 0]), self._decay(), b, c, before.state, D=self.D
+        )
+        return y[:, None], Carried(window, state)
+
+    def _time_steps(self, dt: Tensor) -> Tensor:
+        return F.softplus(dt.float() + self.dt_bias)
+
+    def _decay(self) -> Tensor:
+        return -torch.exp(self.A_log.float())
 
     def _heads_of(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., d + 2 G N] -> x [..., H, P], B and C [..., G, N]."""
@@ -220,10 +237,13 @@ class Convolution(nn.Module):
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """[channels, taps] and [channels], in the order x, B, C."""
-        weight, bias = self.weight, self.bias
-        if hasattr(self, "shared_weight"):
-            weight = torch.cat((weight, copy_to_tensor_model_parallel_region(self.shared_weight)))
-            bias = torch.cat((bias, copy_to_tensor_model_parallel_region(self.shared_bias)))
+        if not hasattr(self, "shared_weight"):
+            return self.weight[:, 0], self.bias
+        shared = (
+            copy_to_tensor_model_parallel_region(parameter)
+            for parameter in (self.shared_weight, self.shared_bias)
+        )
+        weight, bias = map(torch.cat, zip((self.weight, self.bias), shared, strict=True))
         return weight[:, 0], bias
 
 
@@ -238,10 +258,9 @@ class SharedGroupProjection(ColumnParallelLinear):
         super().__init__(input_size, output_size, skip_weight_param_allocation=True, **kwargs)
         parts = projected_parts(self.config)
         self._before = sum(local_rows(part) for part in parts[: parts.index(replicated(parts)[0])])
-        self.weight = parameter_of(owned(parts), (input_size,), self.config.params_dtype)
-        self.shared_weight = parameter_of(
-            replicated(parts), (input_size,), self.config.params_dtype
-        )
+        dtype = self.config.params_dtype
+        self.weight = parameter_of(owned(parts), (input_size,), dtype)
+        self.shared_weight = parameter_of(replicated(parts), (input_size,), dtype)
 
     def forward(
         self,
@@ -256,9 +275,9 @@ class SharedGroupProjection(ColumnParallelLinear):
 
 
 def _documents_of_piece(
-    length: int, before: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Documents [b, s] of the last tokens, and the states that they go on from.
+    length: int, before: Carried | None
+) -> tuple[Tensor | None, Carried | None]:
+    """Documents [b, s] of the last tokens, and what they go on from.
 
     Where a piece begins with a document of its own, nothing is carried into it.
     """
@@ -268,6 +287,6 @@ def _documents_of_piece(
     piece = documents[:, -length:]
     if before is not None and documents.shape[1] > length:
         goes_on = documents[:, -length - 1] == piece[:, 0]
-        window, state = before
-        before = window * goes_on[:, None, None], state * goes_on[:, None, None, None]
+        window = before.window * goes_on[:, None, None]
+        before = Carried(window, before.state * goes_on[:, None, None, None])
     return piece, before

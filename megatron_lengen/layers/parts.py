@@ -89,7 +89,7 @@ def sharded_parameters(
             continue
         plain[name] = parameter
         if getattr(parameter, "tensor_model_parallel", False):
-            axes[name] = parameter.partition_dim
+            axes[name] = parameter.partition_dim  # type: ignore[attr-defined]
     state.update(make_sharded_tensors_for_checkpoint(plain, prefix, axes, sharded_offsets))
     return state
 

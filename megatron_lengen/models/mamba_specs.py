@@ -137,6 +137,7 @@ class MambaDecoder(MegatronModule):
             hidden_states = self.input_tensor
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
+        assert hidden_states is not None
         if self.config.recompute_granularity == "full" and self.training:
             hidden_states = self._recomputed(hidden_states)
         else:
@@ -172,10 +173,9 @@ class MambaDecoder(MegatronModule):
         """Every layer under its global number, whatever the pipeline."""
         state: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):
-            here, everywhere = (
-                f"{prefix}layers.{number}." for number in (index, layer.layer_number - 1)
-            )
-            own = layer.sharded_state_dict(here, (), metadata)
+            here = f"{prefix}layers.{index}."
+            everywhere = f"{prefix}layers.{layer.layer_number - 1}."  # type: ignore[operator]
+            own = layer.sharded_state_dict(here, (), metadata)  # type: ignore[operator]
             replace_prefix_for_sharding(own, here, everywhere)
             state.update(own)
         if self.final_norm is not None:

@@ -22,11 +22,16 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import have_transformer_engine, is_installed, versions
-from megatron_lengen.config import ARCHITECTURE_FIELDS, METHOD_FIELDS, LengenConfig
+from megatron_lengen.config import LengenConfig
 from megatron_lengen.config_checks import per_layer
+from megatron_lengen.config_fields import (
+    ARCHITECTURE_FIELDS,
+    MAMBA_ARCHITECTURE_FIELDS,
+    METHOD_FIELDS,
+)
 from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer, kind_named
 from megatron_lengen.errors import BadInput, is_first_rank, missing_package, require
-from megatron_lengen.mamba_config import ENTRIES, MAMBA_ARCHITECTURE_FIELDS
+from megatron_lengen.mamba_config import ENTRIES
 from megatron_lengen.runtime import distributed
 from megatron_lengen.training import flags
 from megatron_lengen.training.settings import TrainingSettings
@@ -103,11 +108,14 @@ def parse_settings(
     found = _find_checkpoint(training)
     _check_decoder(found, decoder)
     given = _with_checkpoint(given, found, training)
+    if training.copy_lengths is not None:
+        given.setdefault("seq_length", training.copy_lengths.row)
     tokenizer = _tokenizer(training, given)
     model = _model(given, tokenizer)
     optimizer = _optimizer(given, model)
     data_parallel_size = distributed.check_layout(model, distributed.world_size())
     training.check(data_parallel_size, optimizer.lr, optimizer.min_lr)
+    training.check_tasks(model, data_parallel_size)
     _check_data_files(training, tokenizer)
     _check_packages(training, model)
     ddp = _data_parallelism(given)
@@ -213,6 +221,10 @@ def _same(name: str, given: Any, stored: Any, layers: int) -> bool:
 
 def _tokenizer(training: TrainingSettings, given: dict[str, Any]) -> Tokenizer:
     name, kind = training.tokenizer_model, training.tokenizer_type
+    if training.copy_task is not None:
+        for flag, value in (("--tokenizer-model", name), ("--tokenizer-type", kind)):
+            require(value is None, f"{flag}: found {value}; allowed: none with --copy-task")
+        return build_tokenizer("copy")
     if not (name or kind):
         raise BadInput(
             "--tokenizer-model: not given; allowed: a folder, hub id or .model file, or "

@@ -23,9 +23,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_lengen.config import ARCHITECTURE_FIELDS, LengenConfig
+from megatron_lengen.config import LengenConfig
+from megatron_lengen.config_fields import ARCHITECTURE_FIELDS, MAMBA_ARCHITECTURE_FIELDS
 from megatron_lengen.errors import Parser
-from megatron_lengen.mamba_config import MAMBA_ARCHITECTURE_FIELDS, MAMBA_FIELDS
+from megatron_lengen.mamba_config import MAMBA_FIELDS
 from megatron_lengen.ops.mask import MAX_LAYER
 from megatron_lengen.training.settings import TrainingSettings
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import is_first_rank, missing_package
+from megatron_lengen.mamba_config import convolved_parts, inner_size, projected_parts
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.checkpoint import Progress
 from megatron_lengen.training.metrics_file import JsonLines
@@ -17,8 +19,11 @@ def flops_per_token(config: LengenConfig) -> float:
     """Floating-point operations of a training step, per token: forward once, backward twice.
 
     A multiply-add counts as two; attention counts the keys that causality and windows leave, on
-    average over the row.
+    average over the row, and Mamba2's state space its recurrence, not the form that computes it.
     """
+    head = 2 * config.hidden_size * config.padded_vocab_size
+    if config.decoder == "mamba2":
+        return 3.0 * (_mamba_block(config) * config.num_layers + head)
     head_width = config.num_attention_heads * config.kv_channels
     kv_width = 2 * config.num_query_groups * config.kv_channels
     h = config.hidden_size
@@ -28,8 +33,17 @@ def flops_per_token(config: LengenConfig) -> float:
     for layer in config.layer_pattern():
         keys = _mean_keys(config.seq_length, config.sliding_window if layer.windowed else None)
         attention += 2 * 2 * head_width * keys
-    forward = 2 * matrices * config.num_layers + attention + 2 * h * config.padded_vocab_size
-    return 3.0 * forward
+    return 3.0 * (2 * matrices * config.num_layers + attention + head)
+
+
+def _mamba_block(config: LengenConfig) -> float:
+    """Forward operations of a block for each token: projections, convolution, state space."""
+    inner, state = inner_size(config), config.mamba_state_dim
+    projected = sum(part.rows for part in projected_parts(config))
+    convolved = sum(part.rows for part in convolved_parts(config))
+    matrices = config.hidden_size * (projected + inner) + convolved * config.mamba_conv_kernel
+    # For each channel and state: the decay, B x, their sum, and C h.
+    return 2 * matrices + 5 * inner * state
 
 
 def _mean_keys(length: int, window: int | None) -> float:
@@ -160,18 +174,23 @@ class Reporter:
         if is_first_rank() and progress.iteration % self._settings.training.log_interval == 0:
             print(self._line(row), flush=True)
 
-    def validation(self, progress: Progress, loss: float) -> None:
-        """Report a validation loss."""
+    def validation(
+        self, progress: Progress, loss: float | None, scores: Mapping[str, float] | None = None
+    ) -> None:
+        """Report a validation loss, where there is one, and other scores."""
+        numbers = ({} if loss is None else {"lm_loss": loss}) | dict(scores or {})
         row = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
-            "lm_loss": loss,
+            **numbers,
             "validation": True,
         }
         for writer in self._writers:
             writer.write(row)
         if is_first_rank():
-            print(f"validation at iteration {progress.iteration}: loss {loss:.6f}", flush=True)
+            said = [] if loss is None else [f"loss {loss:.6f}"]
+            said += [f"{name} {score:.2f}" for name, score in (scores or {}).items()]
+            print(f"validation at iteration {progress.iteration}: {' | '.join(said)}", flush=True)
 
     def close(self) -> None:
         """Close the writers."""

@@ -1,9 +1,9 @@
 """Repairs of Megatron-Core's optimizers where a run that is resumed needs them.
 
 Its distributed optimizer expects Transformer Engine's or apex's Adam when it loads a checkpoint.
-PyTorch's keeps a step counter of its own for every parameter, which needs three repairs: states that
-exist before they are asked for, a loader that leaves the counter alone, and counters that are not
-one shared tensor (which would count as many steps as there are parameters). Neither it nor the
+PyTorch's keeps a step counter of its own for every parameter, which needs three repairs: states
+that exist before they are asked for, a loader that leaves the counter alone, and counters that are
+not one shared tensor (which would count as many steps as there are parameters). Neither it nor the
 16-bit optimizer saves a model rightly that has fp32 parameters among 16-bit ones.
 """
 

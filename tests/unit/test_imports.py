@@ -14,14 +14,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_lengen"
 
 # What each room may import besides itself: the whole of "imports point down only".
-GROUND = {"config", "config_checks", "attention_checks", "compat", "errors"}
+CHECKS = {"config_checks", "attention_checks", "mamba_config"}
+GROUND = CHECKS | {"config", "config_fields", "compat", "errors"}
 BELOW_MODELS = GROUND | {"runtime", "data"}
 MAY_IMPORT = {
     "errors": set(),
     "compat": {"errors"},
     # The configuration checks names against the registry of variants.
-    "config": {"compat", "errors", "ops", "config_checks", "attention_checks"},
-    "config_checks": {"compat", "errors", "ops", "config"},
+    "config": CHECKS | {"compat", "errors", "ops", "config_fields"},
+    "config_fields": set(),
+    "mamba_config": {"errors", "config"},
+    "config_checks": {"compat", "errors", "ops", "config", "mamba_config"},
     "attention_checks": {"errors", "config", "config_checks"},
     "ops": {"errors"},
     "runtime": GROUND,

@@ -147,8 +147,8 @@ def test_sites_carry_their_coordinates():
 def test_site_numbers_are_part_of_every_mask_and_stay():
     assert {site.name: int(site) for site in Site} == {
         "ATTENTION_NORM": 0, "MLP_NORM": 1, "FINAL_NORM": 2, "ATTENTION_OUTPUT": 3,
-        "MLP_OUTPUT": 4, "ATTENTION_WEIGHTS": 5, "Q": 8, "K": 9, "V": 10, "O": 11,
-        "G": 12, "U": 13, "D": 14,
+        "MLP_OUTPUT": 4, "ATTENTION_WEIGHTS": 5, "MIXER_NORM": 6, "GATED_NORM": 7, "Q": 8,
+        "K": 9, "V": 10, "O": 11, "G": 12, "U": 13, "D": 14, "MIXER_OUTPUT": 15, "I": 16,
     }  # fmt: skip
 
 

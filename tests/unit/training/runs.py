@@ -13,6 +13,10 @@ MODEL = """
     --window-attn-skip-freq 4 --no-rope-freq 4 --init-method-std 0.1 --vocab-size 101
     --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer
 """
+MAMBA = """
+    --num-layers 4 --hidden-size 32 --mamba-head-dim 8 --mamba-state-dim 12 --seq-length 24
+    --vocab-size 101 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer
+"""
 RUN = "--mock-data --num-workers 0 --train-iters 12 --lr 1e-3 --global-batch-size 4"
 
 
@@ -22,14 +26,15 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def settings_of(flags: str = "", base: str = f"{MODEL} {RUN}") -> Settings:
+def settings_of(flags: str = "", base: str | None = None, decoder: str = "transformer") -> Settings:
     """The settings of a tiny run; flags given here win."""
-    return parse_settings(f"{base} {flags}".split(), "test")
+    model = MAMBA if decoder == "mamba2" else MODEL
+    return parse_settings(f"{base or f'{model} {RUN}'} {flags}".split(), "test", decoder)
 
 
-def trainer_of(flags: str = "") -> Any:
+def trainer_of(flags: str = "", decoder: str = "transformer") -> Any:
     """A trainer of a tiny run; process groups of a single process must exist."""
     from megatron_lengen.models.build import build_chunks
     from megatron_lengen.training.loop import Trainer
 
-    return Trainer(settings_of(flags), build_chunks)
+    return Trainer(settings_of(flags, decoder=decoder), build_chunks)

@@ -15,8 +15,13 @@ from megatron_lengen.errors import BadInput
 from megatron_lengen.training.flags import RENAMED, SERVED, all_flags, build_parser
 from megatron_lengen.training.settings import TrainingSettings
 
-PRETRAIN = Path(__file__).parents[3] / "pretrain_gpt.py"
-WITHOUT_FLAG = {"cuda_graph_scope"}  # GPU graphs are not offered
+ROOT = Path(__file__).parents[3]
+PRETRAIN = ROOT / "pretrain_gpt.py"
+# GPU graphs are not offered; the entry script says what the decoder is.
+WITHOUT_FLAG = {"cuda_graph_scope", "decoder"}
+# A flag that only one of the entry scripts has, for each kind of reason.
+OF_ATTENTION = {"--num-attention-heads", "--swiglu", "--sliding-window", "--attention-dropout"}
+OF_MAMBA = {"--mamba-state-dim", "--mamba-num-groups", "--mamba-init", "--include-mixer-norms"}
 
 # Flags of Megatron-LM, as its users write them, and the field each sets here.
 MEGATRON_LM = {
@@ -126,9 +131,12 @@ def test_megatron_lms_flags_set_the_field(text):
 
 
 def test_every_field_of_ours_has_a_flag_and_every_flag_a_field():
-    ours = set(vars(LengenConfig)["__annotations__"]) | set(
-        vars(TrainingSettings)["__annotations__"]
-    )
+    ours = {
+        name
+        for cls in (*LengenConfig.__mro__, *TrainingSettings.__mro__)
+        if cls.__module__.startswith("megatron_lengen.")
+        for name in vars(cls).get("__annotations__", ())
+    }
     flagged = {flag.field for flag in all_flags()}
     assert ours - flagged == WITHOUT_FLAG
     assert flagged == (ours - WITHOUT_FLAG) | SERVED
@@ -206,14 +214,23 @@ def test_what_argparse_refuses_is_one_line(text, names):
 
 
 def test_help_is_quick_and_explains_every_flag():
-    before = cpu_seconds()
-    done = subprocess.run(
-        [sys.executable, PRETRAIN, "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert cpu_seconds() - before < 10
-    words = " ".join(done.stdout.split())
+    words = {}
+    for entry in ("pretrain_gpt.py", "pretrain_mamba.py"):
+        before = cpu_seconds()
+        done = subprocess.run(
+            [sys.executable, ROOT / entry, "--help"], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert cpu_seconds() - before < 10
+        words[entry] = " ".join(done.stdout.split())
+    everything = " ".join(words.values())
     for flag in all_flags():
         assert flag.help, flag.name
         start_of_help = " ".join(flag.help.split())[:25]
-        assert f"{flag.name} " in words and start_of_help in words, flag.name
+        assert f"{flag.name} " in everything and start_of_help in everything, flag.name
+    for flags, home, other in (
+        (OF_ATTENTION, "pretrain_gpt.py", "pretrain_mamba.py"),
+        (OF_MAMBA, "pretrain_mamba.py", "pretrain_gpt.py"),
+    ):
+        for name in flags:
+            assert f"{name} " in words[home] and f"{name} " not in words[other], name

@@ -64,6 +64,22 @@ def test_operations_counted_from_the_models_own_matrices(process_groups, flags):
     assert flops_per_token(config) == pytest.approx(3 * forward, rel=1e-12)
 
 
+def test_flops_of_mamba(process_groups):
+    """Matrices and taps from the model's own weights; the recurrence of every channel and state."""
+    from megatron_lengen.models.build import build_chunk
+
+    config = settings_of("--mamba-num-groups 2", decoder="mamba2").model
+    model = build_chunk(config)
+    forward = 0.0
+    for weight in model.parameters():
+        if weight.dim() >= 2:
+            forward += 2 * weight.numel()  # [out, in], and [channels, 1, taps]
+    heads, channels, states = 8, 8, 12
+    # h = a h + b x (b x, a h, the sum), y = c h (product and sum)
+    forward += config.num_layers * heads * channels * states * 5
+    assert flops_per_token(config) == pytest.approx(3 * forward, rel=1e-12)
+
+
 def read(file) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 

@@ -70,6 +70,38 @@ def test_parameter_groups(process_groups, flags):
     assert by_decay(trainer_of(f"--weight-decay 0.1 {flags}")) == (set(decayed), set(spared))
 
 
+MIXERS = [f"decoder.layers.{layer}.mixer." for layer in range(4)]
+MAMBA_MATRICES = [
+    f"{mixer}{name}.weight" for mixer in MIXERS for name in ("in_proj", "conv1d", "out_proj")
+]
+MAMBA_SPARED = ["decoder.final_norm.weight"] + [f"decoder.layers.{i}.norm.weight" for i in range(4)]
+MAMBA_SPARED += [
+    mixer + name
+    for mixer in MIXERS
+    for name in ("A_log", "D", "dt_bias", "conv1d.bias", "norm.weight")
+]
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16", "--decay-all"])
+def test_parameter_groups_of_mamba(process_groups, flags):
+    """Report 42 of the field: only matrices, convolution weights and the embedding decay."""
+    decayed, spared = {TABLE, *MAMBA_MATRICES}, set(MAMBA_SPARED)
+    if flags == "--decay-all":
+        decayed, spared = decayed | spared, set()
+    trainer = trainer_of(f"--weight-decay 0.1 {flags}", "mamba2")
+    # Under bf16 the optimizer holds masters.
+    named = {
+        id(getattr(p, "main_param", p)): name.removeprefix("module.")
+        for name, p in parameters(trainer).items()
+    }
+    for group in trainer.engine.optimizer.param_groups:
+        expected = decayed if group["weight_decay"] > 0 else spared
+        found = {named[id(p)] for p in group["params"]}
+        assert found <= expected
+        expected -= found
+    assert not decayed and not spared
+
+
 def test_ten_steps_without_gradients(process_groups):
     """Report 42 of the field: exempt parameters keep every bit, others shrink by 1 - lr wd."""
     lr, decay = 1e-2, 0.1
