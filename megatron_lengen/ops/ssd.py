@@ -138,9 +138,10 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        fields = len(Inputs._fields)
-        inputs = Inputs(*ctx.saved_tensors[:fields])
-        initial, *kept = ctx.saved_tensors[fields:]
+        # Read once: recomputation under torch.utils.checkpoint gives them only once.
+        saved, fields = ctx.saved_tensors, len(Inputs._fields)
+        inputs = Inputs(*saved[:fields])
+        initial, *kept = saved[fields:]
         dy = torch.zeros_like(inputs.x) if dy is None else dy.to(inputs.x.dtype)
         library = ssd_native.library_for(inputs)
         dinitial: Tensor | None
