@@ -61,7 +61,7 @@ def model_card(title: str, info: Mapping[str, Any], hf: Mapping[str, Any]) -> st
         "",
     ]
     source = info.get("source", {}).get("name")
-    lines += [f"Weights come from `{source}`.", ""] if source else []
+    lines += [f"It began as `{source}`.", ""] if source else []
     if info.get(AVERAGED):
         names = ", ".join(f"`{entry['name']}`" for entry in info[AVERAGED])
         lines += [f"The weights are a mean: of {names}.", ""]

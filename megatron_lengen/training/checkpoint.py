@@ -282,10 +282,7 @@ def _describe(
     settings: Settings, folder: Path, progress: Progress, details: dict[str, Any]
 ) -> None:
     """Write what a reader needs without Megatron: the model, all settings, the tokenizer."""
-    began_with = settings.load_from.description if settings.load_from is not None else {}
     description = {
-        # What was converted, if that is where training began: exports go back to its form.
-        **{key: began_with[key] for key in ("source",) if key in began_with},
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "model": settings.model.architecture(),
@@ -293,5 +290,9 @@ def _describe(
         "versions": versions(),
         **details,
     }
+    found = settings.load_from
+    if found is not None and "source" in found.description:
+        # The model that training began with, if it was converted: exports go back to its form.
+        description["source"] = found.description["source"]
     settings.tokenizer.save(folder / checkpoint_folder.TOKENIZER)
     checkpoint_folder.write_description(folder, description)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +66,19 @@ def test_weights_only(saved):
         position.progress == Progress(2, 8, skipped=1) and position.engine.scheduler.num_steps == 8
     )
     assert equal(weights(position), weights(trainer)) and moments(position) == []
+
+
+def test_what_a_model_was_converted_from_stays_known(saved, tmp_path):
+    """Exports take the family and the token ids from it, after any number of runs."""
+    folder = shutil.copytree(saved[0], tmp_path / "ck")
+    path = folder / "iter_0000002" / "lengen.json"
+    source = {"name": "org/model", "family": "llama", "token_ids": {"eos_token_id": [7, 8]}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "source": source}))
+    for flags in (f"--load {folder} --finetune", f"--load {tmp_path / 'next'}"):
+        trainer = trainer_of(f"{flags} --save {tmp_path / 'next'}")
+        trainer.saver.save(replace(trainer.progress, iteration=trainer.progress.iteration + 1))
+    written = tmp_path / "next" / "iter_0000002" / "lengen.json"
+    assert json.loads(written.read_text())["source"] == source
 
 
 def test_a_checkpoint_without_the_optimizer(saved, tmp_path):
