@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ def bin_entries(path: Path) -> dict[str, Entry]:
 
 
 def _entry(tensor: Tensor) -> Entry:
-    first = tensor.untyped_storage()._checkpoint_offset
+    first: Any = tensor.untyped_storage()._checkpoint_offset
     require(first is not None, "written before PyTorch 1.6")
-    offset = first + tensor.storage_offset() * tensor.element_size()
+    offset = int(first + tensor.storage_offset() * tensor.element_size())
     strides = None if tensor.is_contiguous() else tensor.stride()
     return Entry(tensor.dtype, tuple(tensor.shape), offset, strides)

@@ -125,7 +125,7 @@ def _bar(total: int, title: str, shown: bool) -> Iterator[Callable[[int], None]]
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_into(file: BinaryIO, offset: int, tensor: Tensor) -> None:

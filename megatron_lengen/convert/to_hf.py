@@ -19,6 +19,7 @@ from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.hf_folder import (
     CONFIG,
     DEFAULT_SHARD_BYTES,
+    HFFolder,
     write_json,
 )
 from megatron_lengen.convert.loading import load_hf_fp32, load_state_dict_as_hf
@@ -28,7 +29,7 @@ from megatron_lengen.convert.safetensors_files import ShardWriter
 from megatron_lengen.convert.staging import check_target, staged_folder
 from megatron_lengen.convert.stream import Job, Pace
 from megatron_lengen.convert.tokens import ID_KEYS, export_tokenizer, within_vocabulary
-from megatron_lengen.convert.verify import Verified, verify_models
+from megatron_lengen.convert.verify import Theirs, Verified, verify_models
 from megatron_lengen.errors import require
 
 DTYPES: dict[str, torch.dtype | None] = {
@@ -95,12 +96,12 @@ def checkpoint_to_hf(
         (folder / "README.md").write_text(card, encoding="utf-8")
         result = None
         if verify:
-            model_class = source.family.model_class(folder)
             result = verify_models(
                 source.config,
                 source.family,
                 source.our_tensor,
-                lambda: load_hf_fp32(folder, model_class),
+                _written(folder, source.family.model_class(folder)),
+                sum(meta.numel() for meta in metas.values()),
             )
             report(f"verified: {result}")
     report(f"{source.checkpoint.folder} -> {save} ({source.family.name}, {hf['dtype']})")
@@ -127,6 +128,16 @@ def load_checkpoint_as_hf(
     lost = sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"])
     require(not lost, f"{source.checkpoint.folder}: not matched: {', '.join(lost[:5])}")
     return model.eval()
+
+
+def _written(folder: Path, model_class: Any) -> Theirs:
+    """The model in an exported folder."""
+    stored = HFFolder(folder)
+
+    def build() -> Any:
+        return model_class(model_class.config_class.from_pretrained(folder))
+
+    return Theirs(lambda: load_hf_fp32(folder, model_class), build, stored.names, stored.read)
 
 
 def chosen_dtype(name: str) -> torch.dtype | None:

@@ -24,7 +24,7 @@ from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.convert.stream import Pace
 from megatron_lengen.convert.to_hf import VOCABULARY_TABLES, chosen_dtype
 from megatron_lengen.convert.tokens import ID_KEYS, importer
-from megatron_lengen.convert.verify import Verified, verify_models
+from megatron_lengen.convert.verify import Theirs, Verified, verify_models
 from megatron_lengen.convert.writer import write_release
 from megatron_lengen.errors import BadInput, require
 
@@ -77,6 +77,7 @@ def hf_to_checkpoint(
         "--trust-remote-code to run it, or --no-verify",
     )
     results: list[Verified] = []
+    metas = source.metas()
 
     def check(folder: Path) -> None:
         written = open_checkpoint(folder)
@@ -87,7 +88,12 @@ def hf_to_checkpoint(
 
         results.append(
             verify_models(
-                source.config, source.family, tensor, source.load_theirs, foreign=source.foreign
+                source.config,
+                source.family,
+                tensor,
+                source.theirs(),
+                sum(meta.numel() for meta in metas.values()),
+                foreign=source.foreign,
             )
         )
 
@@ -101,7 +107,7 @@ def hf_to_checkpoint(
     written = write_release(
         save,
         source.config,
-        source.metas(),
+        metas,
         source.tensor,
         write_tokenizer=importer(source.folder.folder),
         check=check if verify else None,
@@ -151,21 +157,33 @@ class _Source:
     def tensor(self, key: str) -> Tensor:
         """Our full tensor for a checkpoint key."""
         rule = self._rules[key]
-        parts = [self._cast(self.folder.read(self._stored(name))) for name in rule.theirs]
+        parts = [self._their_tensor(name) for name in rule.theirs]
         return rule.to_ours(parts, self.config)
 
-    def load_theirs(self) -> tuple[Any, dict[str, Any]]:
+    def theirs(self) -> Theirs:
         """Hugging Face's own reading of the folder, with the settings and dtype of the user."""
         if self.foreign:
-            return self._load_with_its_code()
+            return Theirs(self._load_with_its_code, None, (), self._their_tensor)
+        names = {name for rule in self._rules.values() for name in rule.theirs}
+
+        def build() -> Any:
+            model_class = self.family.model_class()
+            return model_class(model_class.config_class.from_dict(dict(self._hf)))
+
+        return Theirs(self._load, build, names, self._their_tensor)
+
+    def _load(self) -> tuple[Any, dict[str, Any]]:
         model_class = self.family.model_class()
         if self._dtype is None and not self._changes:
             return load_hf_fp32(self.folder.folder, model_class)
         names = [name for rule in self._rules.values() for name in rule.theirs]
-        tensors = {name: self._cast(self.folder.read(self._stored(name))).float() for name in names}
+        tensors = {name: self._their_tensor(name).float() for name in names}
         architectures = self._hf.get("architectures") or self.folder.raw_config["architectures"]
         hf = {**self._hf, "architectures": architectures, "dtype": "float32"}
         return load_state_dict_as_hf(hf, tensors, model_class)
+
+    def _their_tensor(self, name: str) -> Tensor:
+        return self._cast(self.folder.read(self._stored(name)))
 
     def _load_with_its_code(self) -> tuple[Any, dict[str, Any]]:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -124,7 +124,7 @@ def _write_archive(file: BinaryIO, item: WriteItem, tensor: Tensor) -> WriteResu
     start = file.tell()
     out = _Out(file)
     try:
-        torch.save(tensor, out)
+        torch.save(tensor, out)  # type: ignore[arg-type]
     except RuntimeError:
         if out.error is not None:
             raise out.error from None
@@ -157,7 +157,7 @@ class _Out(io.RawIOBase):
 class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
         self._at = 0
 
@@ -178,7 +178,7 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
-        got = self._file.readinto(view) if view else 0  # type: ignore[attr-defined]
+        got = self._file.readinto(view) if view else 0
         self._at += got
         return got
 
@@ -187,7 +187,7 @@ def _read_archive(path: Path, offset: int, length: int, key: str) -> Tensor:
     """One shard, its bytes compared with their checksum."""
     try:
         with open(path, "rb", buffering=0) as file:
-            window = _Window(file, offset, length)  # type: ignore[arg-type]
+            window: Any = _Window(file, offset, length)
             # Shape, strides and dtype, in memory that is not touched yet.
             with skip_data():
                 tensor = torch.load(window, map_location="cpu", weights_only=True)
@@ -203,7 +203,7 @@ def _read_archive(path: Path, offset: int, length: int, key: str) -> Tensor:
     return tensor
 
 
-def _fill(tensor: Tensor, window: _Window, record: zipfile.ZipInfo) -> None:
+def _fill(tensor: Tensor, window: Any, record: zipfile.ZipInfo) -> None:
     """Put an archive's bytes into the memory of the tensor that it describes."""
     storage = tensor.untyped_storage()
     size = record.file_size
@@ -214,5 +214,5 @@ def _fill(tensor: Tensor, window: _Window, record: zipfile.ZipInfo) -> None:
     # Not as zipfile reads it, by way of copies.
     window.seek(record.header_offset + _NAME_AND_EXTRA)
     name, extra = struct.unpack("<HH", window.read(4))
-    read_into(window, window.tell() + name + extra, raw)  # type: ignore[arg-type]
+    read_into(window, window.tell() + name + extra, raw)
     require(zlib.crc32(bytes_of(raw)) == record.CRC, "its checksum differs")

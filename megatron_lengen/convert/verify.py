@@ -1,27 +1,32 @@
 """Does the Hugging Face model compute what our model computes?
 
 Both models run on random tokens in fp32 at lengths below, at and above the attention window, one
-after the other so that memory holds one of them.
+after the other so that memory holds one of them; where it has no room for one, each loads its
+weights layer by layer.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.convert.family import Family, expected_kinds
+from megatron_lengen.models.by_layer import load_by_layer, without_weights
+from megatron_lengen.runtime import host
 
 TOLERANCE = 1e-4
 _SEED = 20_240_607
 _PLAIN_LENGTH = 64
 _KEPT_POSITIONS = 256
+# Of the weights in fp32, for what is computed besides.
+_WITH_THE_REST = 1.3
 
 
 class VerificationError(RuntimeError):
@@ -35,6 +40,8 @@ class Verified:
     lengths: tuple[int, ...]
     differences: tuple[float, ...]
     scales: tuple[float, ...]
+    by_layer: bool = False
+    """Whether weights were loaded layer by layer."""
 
     @property
     def worst(self) -> float:
@@ -54,7 +61,49 @@ class Verified:
         return (
             f"largest difference of logits {self.worst:.1e} relative (allowed {TOLERANCE:.0e}): "
             + "; ".join(parts)
+            + ("; weights loaded layer by layer" if self.by_layer else "; models loaded whole")
         )
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """The Hugging Face model, in either form.
+
+    Args:
+        load: gives the model in fp32 and transformers' loading report.
+        build: gives the model with or without weights; None if it can be loaded only.
+        names: what its tensors are called, as far as they are stored.
+        read: a stored tensor.
+    """
+
+    load: Callable[[], tuple[Any, dict[str, Any]]]
+    build: Callable[[], Any] | None
+    names: Collection[str]
+    read: Callable[[str], Tensor]
+
+    def by_layer(self) -> tuple[Any, dict[str, Any]]:
+        """The model with weights that come and go, and a report like transformers'."""
+        assert self.build is not None
+        with without_weights():
+            model = self.build()
+        wanted = {name for name, _ in model.named_parameters()}
+        aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        report: dict[str, Any] = {
+            "missing_keys": wanted - set(self.names),
+            "unexpected_keys": set(self.names) - aliases,
+        }
+
+        def value(name: str, parameter: nn.Parameter) -> Tensor:
+            tensor = self.read(name)
+            if tensor.shape != parameter.shape:
+                raise VerificationError(
+                    f"verification failed: {name} is {list(tensor.shape)} in Hugging Face; "
+                    f"expected {list(parameter.shape)}"
+                )
+            return tensor.to(host.device(), torch.float32)
+
+        load_by_layer(model, model.get_decoder().layers, value)
+        return model, report
 
 
 def verification_lengths(config: LengenConfig) -> list[int]:
@@ -71,7 +120,8 @@ def verify_models(
     config: LengenConfig,
     family: Family,
     tensors: Callable[[str], Tensor],
-    load_theirs: Callable[[], tuple[Any, dict[str, Any]]],
+    theirs: Theirs,
+    elements: int,
     foreign: bool = False,
 ) -> Verified:
     """Compare our model with theirs: logits, layer pattern, keys, tying.
@@ -80,33 +130,36 @@ def verify_models(
         config: our model, as it should behave.
         family: the family of the Hugging Face model.
         tensors: our full tensor for a checkpoint key.
-        load_theirs: gives the fp32 Hugging Face model and transformers' loading report.
+        theirs: the Hugging Face model.
+        elements: how many a model has; from this and the memory that is free follows whether
+            weights are loaded layer by layer.
         foreign: their modules are somebody else's, so that only logits and tying are compared.
 
     Raises:
         VerificationError: saying what differs.
     """
-    from megatron_lengen.runtime import host
-
+    needed = _WITH_THE_REST * elements * torch.float32.itemsize
+    by_layer = theirs.build is not None and host.free_memory() < needed
     lengths = verification_lengths(config)
     batches = [_tokens(length, config.vocab_size) for length in lengths]
-    theirs, report = load_theirs()
+    model, report = theirs.by_layer() if by_layer else theirs.load()
     _check_loading(report)
     if not foreign:
-        _check_pattern(config, family, theirs)
-    _check_tying(config, theirs)
+        _check_pattern(config, family, model)
+    _check_tying(config, model)
     device = host.device()
-    theirs = theirs.to(device).eval()
-    expected = [_their_logits(theirs, tokens.to(device)) for tokens in batches]
-    del theirs
+    # Weights that come layer by layer come to the device by themselves.
+    model = model._apply(lambda t: t if t.is_meta else t.to(device)).eval()
+    expected = [_their_logits(model, tokens.to(device)) for tokens in batches]
+    del model
     gc.collect()
     with _own_process_group():
-        ours = _our_model(config, tensors, max(lengths))
+        ours = _our_model(config, tensors, max(lengths), by_layer)
         found = [_our_logits(ours, tokens.to(device)) for tokens in batches]
     pairs = list(zip(found, expected, strict=True))
     differences = tuple(float((logits - reference).abs().max()) for logits, reference in pairs)
     scales = tuple(float(reference.abs().max()) for reference in expected)
-    result = Verified(tuple(lengths), differences, scales)
+    result = Verified(tuple(lengths), differences, scales, by_layer)
     if not result.worst <= TOLERANCE:
         raise VerificationError(f"verification failed: {result}")
     return result
@@ -126,7 +179,9 @@ def _tokens(length: int, vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (1, length), generator=generator)
 
 
-def _our_model(config: LengenConfig, tensors: Callable[[str], Tensor], longest: int) -> Any:
+def _our_model(
+    config: LengenConfig, tensors: Callable[[str], Tensor], longest: int, by_layer: bool
+) -> Any:
     from megatron_lengen.config import config_from_architecture
     from megatron_lengen.models.build import build_for_inference
 
@@ -134,7 +189,7 @@ def _our_model(config: LengenConfig, tensors: Callable[[str], Tensor], longest: 
         config.architecture(),
         max_position_embeddings=max(config.max_position_embeddings, longest),
     )
-    return build_for_inference(single, lambda key: tensors(key).float())
+    return build_for_inference(single, lambda key: tensors(key).float(), by_layer)
 
 
 @contextmanager
@@ -152,7 +207,16 @@ def _own_process_group() -> Iterator[None]:
 
 def _our_logits(model: Any, tokens: Tensor) -> Tensor:
     """[1, s] -> fp32 logits [1, kept positions, V] on the CPU."""
-    return model(tokens)[:, kept_positions(tokens.shape[1])].float().cpu()
+    kept = kept_positions(tokens.shape[1]).to(tokens.device)
+
+    def keep(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return args[0][kept], *args[1:]  # [s, b, h]
+
+    hook = model.model.output_layer.register_forward_pre_hook(keep)
+    try:
+        return model(tokens).float().cpu()
+    finally:
+        hook.remove()
 
 
 @torch.inference_mode()
@@ -191,8 +255,12 @@ def _same_length(expected: Sequence[Any], found: Sequence[Any]) -> None:
 
 
 def _check_tying(config: LengenConfig, model: Any) -> None:
-    embedding = model.get_input_embeddings().weight
-    shared = embedding.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    embedding, head = (
+        part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    shared = embedding is head or (
+        not embedding.is_meta and embedding.data_ptr() == head.data_ptr()
+    )
     tied = not config.untie_embeddings_and_output_weights
     # transformers keeps a stored head apart even where the configuration says tied.
     flag = bool(model.config.tie_word_embeddings)

@@ -16,10 +16,16 @@ from torch import Tensor, nn
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.rotary import scale_frequencies
 from megatron_lengen.models import gpt_specs, mamba_specs
+from megatron_lengen.models.by_layer import load_by_layer, without_weights
 from megatron_lengen.models.gpt_specs import gpt_block_spec
 from megatron_lengen.models.mamba_specs import Mamba2Model, mamba_stack_spec
 from megatron_lengen.models.sites import assign_sites
-from megatron_lengen.models.weights import fill_weights, initialize_weights
+from megatron_lengen.models.weights import (
+    fill_weights,
+    global_name,
+    initialize_weights,
+    weight_of,
+)
 from megatron_lengen.runtime import distributed, host
 
 
@@ -91,20 +97,23 @@ def _hide_padded_vocabulary(model: LanguageModule, config: LengenConfig) -> None
 
 
 class InferenceModel(nn.Module):
-    """A whole model on one process: tokens in, logits out."""
+    """A whole model, or this rank's part of a tensor-parallel one: tokens in, logits out.
 
-    def __init__(self, model: LanguageModule, config: LengenConfig) -> None:
+    Without gradients; not in inference mode, whose tensors a model in training could not use.
+    """
+
+    def __init__(self, model: nn.Module, config: LengenConfig) -> None:
         super().__init__()
         self.model, self.config = model, config
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] token ids -> [b, s, vocab_size] fp32 logits."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        logits = self.model(tokens, positions, None)
+        logits = self.model(tokens, positions, None, runtime_gather_output=True)
         return logits[..., : self.config.vocab_size].float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def last_logits(self, tokens: Tensor, cache: StaticInferenceContext) -> Tensor:
         """[b, s] token ids that follow those in the cache -> [b, vocab_size] fp32 logits of the
         last; the cache gets their keys and values, its offset stays."""
@@ -120,19 +129,21 @@ class InferenceModel(nn.Module):
         return logits[:, -1, : self.config.vocab_size].float()
 
 
-def build_for_inference(config: LengenConfig, tensors: Callable[[str], Tensor]) -> InferenceModel:
+def build_for_inference(
+    config: LengenConfig, tensors: Callable[[str], Tensor], by_layer: bool = False
+) -> InferenceModel:
     """A model in evaluation mode with given weights; starts a single process group if there is
     none.
 
     Args:
         config: tensor and pipeline sizes must be 1.
         tensors: the full tensor for a checkpoint key.
+        by_layer: load a layer's weights whenever it computes, and drop them behind it.
     """
     if not parallel_state.model_parallel_is_initialized():
         distributed.start(config)
     elif dist.get_world_size() > 1:
         raise RuntimeError("build_for_inference works in a single process")
-    model = build_chunk(config)
     mamba = config.decoder == "mamba2"
     keys = mamba_specs.KEYS_OF_FUSED_LAYERS if mamba else gpt_specs.KEYS_OF_FUSED_LAYERS
 
@@ -144,5 +155,16 @@ def build_for_inference(config: LengenConfig, tensors: Callable[[str], Tensor]) 
                 inside = stored + inside.removeprefix(ours)
         return tensors(f"{prefix}{dot}{layer}.{inside}" if dot else name)
 
-    fill_weights(model, config, by_name)
-    return InferenceModel(model.to(host.device()).eval(), config)
+    if not by_layer:
+        model = build_chunk(config)
+        fill_weights(model, config, by_name)
+        return InferenceModel(model.to(host.device()).eval(), config)
+    with without_weights():
+        model = build_chunk(config)
+
+    def value(name: str, parameter: nn.Parameter) -> Tensor:
+        full = weight_of(global_name(name, model), parameter, config, by_name)
+        return full.to(host.device(), torch.float32)
+
+    load_by_layer(model, model.decoder.layers, value)
+    return InferenceModel(model.eval(), config)

@@ -44,7 +44,9 @@ def initialize_weights(model: LanguageModule, config: LengenConfig) -> None:
         name = global_name(name, model)
         if hasattr(parameter, "parts"):
             shape = list(parameter.shape[1:])
-            drawn = (_draw(key, [part.rows, *shape], config) for part, key in _parts(name, parameter))
+            drawn = (
+                _draw(key, [part.rows, *shape], config) for part, key in _parts(name, parameter)
+            )
             parameter.copy_(_joined(parameter, drawn))
             continue
         full = _draw(name, _full_shape(name, parameter, config), config)
@@ -52,15 +54,21 @@ def initialize_weights(model: LanguageModule, config: LengenConfig) -> None:
 
 
 @torch.no_grad()
-def fill_weights(model: LanguageModule, config: LengenConfig, tensors: Callable[[str], Tensor]) -> None:
+def fill_weights(
+    model: LanguageModule, config: LengenConfig, tensors: Callable[[str], Tensor]
+) -> None:
     """Set every parameter of a chunk from full tensors given by global name."""
     for name, parameter in model.named_parameters():
-        name = global_name(name, model)
-        if hasattr(parameter, "parts"):
-            given = (tensors(key) for _, key in _parts(name, parameter))
-            parameter.copy_(_joined(parameter, given))
-            continue
-        parameter.copy_(cut_to_rank(name, tensors(name), parameter, config))
+        parameter.copy_(weight_of(global_name(name, model), parameter, config, tensors))
+
+
+def weight_of(
+    name: str, parameter: nn.Parameter, config: LengenConfig, tensors: Callable[[str], Tensor]
+) -> Tensor:
+    """What this rank's parameter is, from full tensors given by global name."""
+    if hasattr(parameter, "parts"):
+        return _joined(parameter, (tensors(key) for _, key in _parts(name, parameter)))
+    return cut_to_rank(name, tensors(name), parameter, config)
 
 
 def cut_to_rank(name: str, full: Tensor, parameter: nn.Parameter, config: LengenConfig) -> Tensor:

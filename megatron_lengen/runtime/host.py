@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,34 @@ def device() -> torch.device:
 def communication_backend() -> str:
     """torch.distributed backend for the host."""
     return "nccl" if has_cuda() else "gloo"
+
+
+def free_memory() -> int:
+    """Bytes that this process can still take: of the host, and of the GPU if there is one."""
+    import psutil
+
+    free = [psutil.virtual_memory().available, *_free_in_container()]
+    if has_cuda():
+        free.append(torch.cuda.mem_get_info()[0])
+    return min(free)
+
+
+def _free_in_container() -> list[int]:
+    """What limits on this process's control groups (a container, a batch job) leave, if any."""
+    root = Path("/sys/fs/cgroup")
+    free = []
+    try:
+        own = root / Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
+    except OSError:
+        return []
+    for group in [own, *own.parents]:
+        try:
+            limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free.append(int(limit) - int(used) + int(stat["inactive_file"]))
+        except (OSError, ValueError, KeyError):
+            continue  # no limit here
+    return free
 
 
 @functools.cache

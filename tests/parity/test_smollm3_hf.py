@@ -16,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "convert")
 
 from conversion_models import random_smollm3, reference_logits
 
-from megatron_lengen.convert import mapping
+from megatron_lengen.convert import mapping, verify
 from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.convert.smollm3 import SmolLM3
 from megatron_lengen.convert.to_hf import checkpoint_to_hf, load_checkpoint_as_hf
 from megatron_lengen.convert.to_megatron import hf_to_checkpoint
 from megatron_lengen.convert.verify import VerificationError
+from megatron_lengen.runtime import host
 
 IRREGULAR = [1, 0, 1, 1, 0, 1, 1, 0]
 CASES = {
@@ -128,6 +129,14 @@ def test_positions_move_rope_layers_only(tmp_path):
 # ---- what verification must catch ----------------------------------------------------------------
 
 
+@pytest.fixture(params=["whole", "by layer"])
+def loaded(request, monkeypatch):
+    """Both ways of verification: with memory for a model, and without."""
+    free = {"whole": 1 << 50, "by layer": 0}[request.param]
+    monkeypatch.setattr(host, "free_memory", lambda: free)
+    return request.param
+
+
 def interleaved(rows):
     """Rows of every head reordered for the other rotary layout (pairs side by side)."""
     head = rows.unflatten(0, (-1, 2, 4))
@@ -184,7 +193,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_faults_are_caught_and_nothing_is_published(fault, checkpoint, tmp_path, monkeypatch):
+def test_faults_are_caught_and_nothing_is_published(
+    fault, checkpoint, tmp_path, monkeypatch, loaded
+):
     fault(monkeypatch)
     with pytest.raises(VerificationError, match="verification failed"):
         checkpoint_to_hf(checkpoint, tmp_path / "out", report=silent)
@@ -192,7 +203,7 @@ def test_faults_are_caught_and_nothing_is_published(fault, checkpoint, tmp_path,
 
 
 @pytest.mark.parametrize("fault", ["_join_qkv", "_join_gate_up"])
-def test_faults_on_import_are_caught_too(fault, tmp_path, monkeypatch):
+def test_faults_on_import_are_caught_too(fault, tmp_path, monkeypatch, loaded):
     random_smollm3(tmp_path / "hf", layers=8)
     honest = getattr(mapping, fault)
     monkeypatch.setattr(mapping, fault, lambda tensors, c: honest(tensors, c).flip(0))
@@ -201,17 +212,16 @@ def test_faults_on_import_are_caught_too(fault, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_the_window_in_logits_alone_is_caught(checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", [one_key_too_many, another_rope_base, another_epsilon])
+def test_settings_are_caught_in_logits_alone(fault, checkpoint, tmp_path, monkeypatch, loaded):
     """One key too many must show in the numbers, not only in the comparison of settings."""
-    from megatron_lengen.convert import verify
-
-    one_key_too_many(monkeypatch)
+    fault(monkeypatch)
     monkeypatch.setattr(verify, "_check_pattern", lambda *args: None)
     with pytest.raises(VerificationError, match="largest difference of logits"):
         checkpoint_to_hf(checkpoint, tmp_path / "out", report=silent)
 
 
-def test_a_wrong_flag_for_tying_is_caught(checkpoint, tmp_path, monkeypatch):
+def test_a_wrong_flag_for_tying_is_caught(checkpoint, tmp_path, monkeypatch, loaded):
     """The logits agree here: transformers uses the stored head whatever the flag says."""
     spoil_config(monkeypatch, tie_word_embeddings=True)
     with pytest.raises(VerificationError, match="tie_word_embeddings is True"):

@@ -106,7 +106,8 @@ def tiny_architecture(**settings: Any) -> dict[str, Any]:
 
 def random_checkpoint(folder: Path, **settings: Any) -> LengenConfig:
     """A checkpoint of our model with `tiny_architecture(**settings)` and weights like the above."""
-    from megatron_lengen.models.build import KEYS_OF_FUSED_LAYERS, build_chunk
+    from megatron_lengen.models.build import build_chunk
+    from megatron_lengen.models.gpt_specs import KEYS_OF_FUSED_LAYERS
     from megatron_lengen.runtime import distributed
 
     config = config_from_architecture(tiny_architecture(**settings))
