@@ -33,7 +33,7 @@ from megatron_lengen.convert.writer import write_release
 from megatron_lengen.data.tokenizer import TOKENIZER_FILES, TOKENIZER_PATTERNS
 from megatron_lengen.errors import BadInput, require
 
-_PIECE = 2**22  # elements that are summed at a time
+_PIECE = 2**18  # elements that are summed at a time: few enough to stay in a cache
 # Parameters of Mamba2 that lose what they need in 16 bits.
 _STAYS = ("mixer.A_log", "mixer.D", "mixer.dt_bias")
 _TRAVELS = (CONFIG, GENERATION_CONFIG, "*.py", "LICENSE*", "NOTICE*")
@@ -130,11 +130,14 @@ class Mean:
         # Adding to -0.0 leaves every number as it is, zeros of either sign too.
         total = torch.full((meta.numel(),), -0.0, dtype=torch.float64)
         for model, share in zip(self.models, self._shares, strict=True):
-            finite = _add(total, model.read(name).reshape(-1), share)
-            require(finite, f"--load: {model.label}: {name} has numbers that are not finite")
-        mean = total.div_(math.fsum(self._shares)).to(meta.dtype).view(meta.shape)
-        require(bool(mean.isfinite().all()), f"--weights: the mean of {name} does not fit its type")
-        return mean
+            _add(total, model.read(name).reshape(-1), share)
+        mean = total.div_(math.fsum(self._shares)).to(meta.dtype)
+        if not _is_finite(mean):
+            for model in self.models:
+                finite = _is_finite(model.read(name).reshape(-1))
+                require(finite, f"--load: {model.label}: {name} has numbers that are not finite")
+            raise BadInput(f"--weights: the mean of {name} does not fit into {meta.dtype}")
+        return mean.view(meta.shape)
 
     def described(self) -> list[dict[str, Any]]:
         """What the mean is made of, for people and files."""
@@ -148,14 +151,14 @@ class Mean:
         return None if self._dtype is None else str(self._dtype).removeprefix("torch.")
 
 
-def _add(total: Tensor, values: Tensor, share: float) -> bool:
-    """total += share * values, in place; False if a value is not finite."""
-    finite = True
+def _add(total: Tensor, values: Tensor, share: float) -> None:
+    """total += share * values, in place; products and sums are float64."""
     for part, piece in zip(total.split(_PIECE), values.split(_PIECE), strict=True):
-        exact = piece.double()
-        finite &= bool(exact.isfinite().all())
-        part.add_(exact, alpha=share)
-    return finite
+        part.add_(piece.double(), alpha=share)
+
+
+def _is_finite(values: Tensor) -> bool:
+    return all(bool(piece.isfinite().all()) for piece in values.split(_PIECE))
 
 
 def shares_of(

@@ -21,7 +21,7 @@ from megatron_lengen.convert.to_hf import VOCABULARY_TABLES
 from megatron_lengen.data.tokenizer import SAVED_NAME, TOKENIZER_FILES
 from megatron_lengen.errors import BadInput
 
-PIECE = 2**22  # elements that are looked at together
+PIECE = 2**18  # elements that are looked at together
 # The first that a name contains says what a tensor belongs to.
 _PARTS = (
     ("norms", ("norm",)),

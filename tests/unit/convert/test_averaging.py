@@ -362,7 +362,7 @@ def test_damage_and_numbers_that_are_none(tmp_path, hf_models):
     write_iteration(tmp_path / "large", 10, large)
     write_iteration(tmp_path / "large", 20, numbers(2))
     how = {"last": 2, "weights": [9.0, -8.0]}
-    refused(tmp_path, [tmp_path / "large"], "does not fit its type", **how)
+    refused(tmp_path, [tmp_path / "large"], "does not fit into torch.float32", **how)
 
 
 def test_targets(tmp_path, hf_models):
