@@ -197,3 +197,29 @@ def test_windows_of_some_layers_are_not_mistrals(tmp_path):
     hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", verify=False, report=silent)
     with pytest.raises(BadInput, match="mistral cannot represent --"):
         checkpoint_to_hf(tmp_path / "c", tmp_path / "o", family="mistral", report=silent)
+
+
+def test_the_family_of_the_documentation(tmp_path, monkeypatch):
+    """Its code as it stands there, listed beside the others."""
+    from megatron_lengen.convert import families
+
+    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    code = text.split("## Add a family")[1].split("```python\n")[1].split("```")[0]
+    module: dict[str, Any] = {}
+    exec(code, module)
+    known = (*families.families(), module["Phi3"]())
+    monkeypatch.setattr(families, "families", lambda: known)
+    for window in (8, None):
+        settings = {"sliding_window": window, "num_key_value_heads": 2}
+        folder = tmp_path / str(window)
+        make_folder(folder / "hf", "Phi3", {"rope_type": "default"}, settings)
+        there = hf_to_checkpoint(folder / "hf", folder / "c", report=silent)
+        back = checkpoint_to_hf(folder / "c", folder / "o", report=silent)
+        assert max(*there.differences, *back.differences) < 1e-4
+        before, after = (load_file(folder / f / "model.safetensors") for f in ("hf", "o"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    make_folder(tmp_path / "hf", "Llama", LLAMA3, {})
+    hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", verify=False, report=silent)
+    with pytest.raises(BadInput, match="phi3 cannot represent llama3 scaling"):
+        checkpoint_to_hf(tmp_path / "c", tmp_path / "o", family="phi3", report=silent)
