@@ -25,32 +25,37 @@ python_tool() {
     run "$PYTHON" "$LENGEN_ROOT/$1" "${@:2}"
 }
 
-# train ARGS...: pretrain_gpt.py on the processes that the environment describes (see launch.sh).
+# train ARGS...: pretrain_gpt.py, or what TRAIN_SCRIPT names, on the processes that the environment
+# describes (see launch.sh).
 train() {
+    local script="${TRAIN_SCRIPT:-pretrain_gpt.py}"
     if [ "${DRY_RUN:-0}" = 1 ]; then
-        printf '+ bash examples/common/launch.sh pretrain_gpt.py'
+        printf '+ bash examples/common/launch.sh %s' "$script"
         printf ' %q' "$@"
         printf '\n'
     else
-        bash "$COMMON_DIR/launch.sh" "$LENGEN_ROOT/pretrain_gpt.py" "$@" &
+        bash "$COMMON_DIR/launch.sh" "$LENGEN_ROOT/$script" "$@" &
         finish $!
     fi
 }
 
-# finish PID: wait for a run. A signal lets it save, and ends the recipe instead of going on.
+# finish PID...: wait for runs. A signal lets them save, and ends the recipe instead of going on.
 finish() {
-    local run="$1" code=0 interrupted stopped=""
-    trap 'interrupted=1; kill -TERM "$run" 2>/dev/null' TERM INT USR1
-    while true; do
-        interrupted=""
-        wait "$run" && code=0 || code=$?
-        [ -n "$interrupted" ] || break
-        stopped=1
+    local runs=("$@") run code failed=0 interrupted stopped=""
+    trap 'interrupted=1; kill -TERM "${runs[@]}" 2>/dev/null || true' TERM INT USR1
+    for run in "$@"; do
+        while true; do
+            interrupted=""
+            wait "$run" && code=0 || code=$?
+            [ -n "$interrupted" ] || break
+            stopped=1
+        done
+        ((code == 0)) || failed=$code
     done
     trap - TERM INT USR1
-    [ -n "$stopped" ] || return "$code"
+    [ -n "$stopped" ] || return "$failed"
     echo "stopped by a signal; started again, this recipe goes on here" >&2
-    exit "$code"
+    exit "$failed"
 }
 
 # has_checkpoint FOLDER: whether a run can continue there.

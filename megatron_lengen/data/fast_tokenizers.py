@@ -1,4 +1,4 @@
-"""Tokenizers of ours in Hugging Face's file format: from SentencePiece, and from bytes.
+"""Tokenizers of ours in Hugging Face's file format: from SentencePiece, bytes and characters.
 
 `fast_from_sentencepiece` builds a `tokenizers` model that repeats the ids of a BPE or unigram
 SentencePiece file; the caller checks it on `PROBES`. `write_fast_tokenizer` writes what
@@ -146,6 +146,18 @@ def fast_from_bytes() -> Any:
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return fast
+
+
+def fast_from_characters(characters: str) -> Any:
+    """A `tokenizers.Tokenizer` with one token for each of some characters, in their order."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    # WordLevel wants a name for what it does not know; without one in the vocabulary it says so.
+    fast = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    fast.decoder = decoders.Fuse()
     return fast
 
 

@@ -1,4 +1,4 @@
-"""One face for the four kinds of tokenizer: Hugging Face, SentencePiece, bytes, and none.
+"""One face for all kinds of tokenizer: Hugging Face, SentencePiece, bytes, characters, and none.
 
 `build_tokenizer` chooses by what it is given; `Tokenizer.save` and `load_saved` carry a tokenizer
 inside a checkpoint with its files unchanged; `Tokenizer.save_for_huggingface` writes what
@@ -27,7 +27,7 @@ from megatron_lengen.data.sentencepiece_tools import import_sentencepiece
 from megatron_lengen.errors import BadInput, missing_package, require
 
 SAVED_NAME = "lengen_tokenizer.json"
-KINDS = ("huggingface", "sentencepiece", "byte", "null")
+KINDS = ("huggingface", "sentencepiece", "byte", "copy", "null")
 # Megatron-LM's --tokenizer-type, lower case, without "tokenizer" at its end.
 KIND_OF_MEGATRON = {
     "huggingface": "huggingface",
@@ -36,6 +36,7 @@ KIND_OF_MEGATRON = {
     "llama2": "sentencepiece",
     "bytelevel": "byte",
     "byte": "byte",
+    "copy": "copy",
     "null": "null",
 }
 TOKENIZER_FILES = (
@@ -278,7 +279,7 @@ def build_tokenizer(
 
     Args:
         path_or_id_or_kind: a folder of a Hugging Face tokenizer, a hub id, a SentencePiece `.model`
-            file, a folder written by `Tokenizer.save`, or the word `byte` or `null`.
+            file, a folder written by `Tokenizer.save`, or the word `byte`, `copy` or `null`.
         kind: one of `KINDS` or Megatron-LM's --tokenizer-type; found from the first if None.
         vocab_size: only for the null tokenizer.
         revision: a branch, tag or commit on the hub.
@@ -289,6 +290,10 @@ def build_tokenizer(
     chosen = kind_named(kind) if kind is not None else _kind_found(name)
     if chosen == "byte":
         return ByteTokenizer()
+    if chosen == "copy":
+        from megatron_lengen.data.copy_task import CopyTokenizer
+
+        return CopyTokenizer()
     if chosen == "null":
         return NullTokenizer(vocab_size)
     if chosen == "saved":
@@ -341,7 +346,7 @@ def _kind_found(name: str) -> str:
             return "saved"
         is_hf = (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file()
         return "sentencepiece" if not is_hf and _only_model(path) else "huggingface"
-    if name.lower().removesuffix("tokenizer") in ("byte", "bytelevel", "null"):
+    if name.lower().removesuffix("tokenizer") in ("byte", "bytelevel", "copy", "null"):
         return kind_named(name)
     if path.suffix == ".model":
         return "sentencepiece"

@@ -20,16 +20,16 @@ from megatron_lengen.evaluation.results import (
     write_atomically,
 )
 
-LABELS = {"wd": "WD", "no_wd": "no-WD", "vpad": "VPAD"}
+LABELS = {"wd": "WD", "no_wd": "no-WD", "pl_d": "PL-D", "vpad": "VPAD"}
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; lines differ in style as well.
-_STYLES = {
+STYLES = {
     "wd": ("#D55E00", "--", "s"),
     "no_wd": ("#0072B2", "-.", "^"),
+    "pl_d": ("#CC79A7", "--", "D"),
     "vpad": ("#009E73", "-", "o"),
 }
-_OTHER_STYLES = (
-    ("#CC79A7", "-", "D"),
+OTHER_STYLES = (
     ("#E69F00", "--", "v"),
     ("#56B4E9", "-.", "P"),
     ("#000000", ":", "X"),
@@ -262,9 +262,9 @@ def draw(
 
     plt = load_pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.0, 4.6), layout="constrained")
-    spare = iter(_OTHER_STYLES * len(models))
+    spare = iter(OTHER_STYLES * len(models))
     for name, run in models.items():
-        color, style, marker = _STYLES[name] if name in _STYLES else next(spare)
+        color, style, marker = STYLES[name] if name in STYLES else next(spare)
         if run["position_loss"]:
             position_loss.draw_curve(
                 left, run["position_loss"], color, _label(name), linestyle=style

@@ -65,6 +65,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def lengths(text: str) -> list[int]:
+    """An argparse type: lengths from `256,512`, in order and once each."""
+    return sorted({positive(part.strip()) for part in text.split(",")})
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """An argparse type: name and folder from `vpad=DIR`."""
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"found {text}; allowed: NAME=DIR")
+    return name, Path(folder)
+
+
 def versions() -> dict[str, str | None]:
     """Versions of what produced a result; None for a package that is not installed."""
     found: dict[str, str | None] = {

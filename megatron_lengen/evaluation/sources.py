@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_lengen.errors import BadInput, require
 
@@ -107,10 +108,19 @@ def _find_checkpoint(path: Path, iteration: int | None) -> ModelSource:
 
 def training_length(source: ModelSource) -> int | None:
     """Tokens in a training row, where the checkpoint says so."""
+    return _training_setting(source, "model", "seq_length")
+
+
+def copy_lengths(source: ModelSource) -> str | None:
+    """MIN-MAX of --copy-task, where the checkpoint was trained with it."""
+    return _training_setting(source, "training", "copy_task")
+
+
+def _training_setting(source: ModelSource, group: str, name: str) -> Any:
     if source.kind != "megatron" or source.folder is None:
         return None
     stored = json.loads((source.folder / "lengen.json").read_text(encoding="utf-8"))
-    return (stored.get("arguments") or {}).get("seq_length")
+    return (stored.get("arguments") or {}).get(group, {}).get(name)
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -87,7 +87,7 @@ def generate(
     return rows
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def next_logits(
     model: InferenceModel, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> Generator[Tensor, Tensor, None]:

@@ -223,7 +223,9 @@ def _tokenizer(training: TrainingSettings, given: dict[str, Any]) -> Tokenizer:
     name, kind = training.tokenizer_model, training.tokenizer_type
     if training.copy_task is not None:
         for flag, value in (("--tokenizer-model", name), ("--tokenizer-type", kind)):
-            require(value is None, f"{flag}: found {value}; allowed: none with --copy-task")
+            require(
+                value in (None, "copy"), f"{flag}: found {value}; allowed: copy with --copy-task"
+            )
         return build_tokenizer("copy")
     if not (name or kind):
         raise BadInput(

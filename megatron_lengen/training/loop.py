@@ -17,12 +17,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from megatron_lengen.config import LengenConfig
+from megatron_lengen.data.copy_task import TRAINING, VALIDATION, CopyRows
 from megatron_lengen.data.datasets import build_datasets, micro_batches
 from megatron_lengen.errors import BadInput, is_first_rank
 from megatron_lengen.runtime import distributed, host
 from megatron_lengen.runtime.watch import Watch
 from megatron_lengen.training.arguments import Settings
 from megatron_lengen.training.engine import Engine, MegatronEngine
+from megatron_lengen.training.generation import GenerationEvaluation
 from megatron_lengen.training.guards import SkipGuard, Stop, replayable
 from megatron_lengen.training.metrics import Reporter
 from megatron_lengen.training.saver import Saver
@@ -57,6 +59,7 @@ class Trainer:
             self.engine = _engine(settings, model_provider(settings.model))
         self.progress = self.engine.load()
         self.train_set, self.valid_set = self._datasets()
+        self.generation = GenerationEvaluation.of(settings, self.engine.chunks)
         self.saver = Saver(settings, self.engine, self.progress)
 
     def run(self) -> None:
@@ -95,10 +98,8 @@ class Trainer:
             progress.skipped += result.skipped
             reporter.step(progress, result)
             skips.note(progress.iteration, progress.consumed_samples - 1, result)
-            if self.valid_set is not None and self._time_to_validate():
-                loss = self.engine.evaluate(self._valid_data(), training.eval_iters)
-                reporter.validation(progress, loss)
-                reporter.restart_clock()
+            if self._time_to_validate():
+                self._validate(reporter)
             stop = leaving.now(progress.iteration)
             self.saver.poll()
             if training.save_interval and progress.iteration % training.save_interval == 0:
@@ -111,6 +112,17 @@ class Trainer:
             if stop:
                 return
 
+    def _validate(self, reporter: Reporter) -> None:
+        loss = scores = None
+        if self.valid_set is not None:
+            steps = self.settings.training.eval_iters
+            loss = self.engine.evaluate(self._valid_data(), steps)
+        if self.generation is not None:
+            scores = self.generation.scores()
+        if loss is not None or scores is not None:
+            reporter.validation(self.progress, loss, scores)
+            reporter.restart_clock()
+
     def _time_to_validate(self) -> bool:
         iteration, interval = self.progress.iteration, self.settings.training.eval_interval
         last = iteration == self.settings.training.train_iters
@@ -119,12 +131,18 @@ class Trainer:
     # ---- data --------------------------------------------------------------------------------
 
     def _datasets(self) -> tuple[Dataset, Dataset | None]:
-        training = self.settings.training
-        batch = training.global_batch_size or 0
+        training, model = self.settings.training, self.settings.model
+        batch, lengths = training.global_batch_size or 0, training.copy_lengths
+        if lengths is not None:
+            train, valid = (
+                CopyRows(model.seed, stream, lengths, model.seq_length)
+                for stream in (TRAINING, VALIDATION)
+            )
+            return train, valid if training.eval_iters else None
         train_set, valid_set = build_datasets(
             tokenizer=self.settings.tokenizer,
-            seq_length=self.settings.model.seq_length,
-            seed=self.settings.model.seed,
+            seq_length=model.seq_length,
+            seed=model.seed,
             samples=(self._last_sample(), training.eval_iters * batch),
             data_path=training.data_path,
             train_data_path=training.train_data_path,

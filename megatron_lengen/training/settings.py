@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_lengen.errors import BadInput, require
+from megatron_lengen.training.task_settings import TaskSettings
 
 Style = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 DecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
@@ -16,7 +17,7 @@ RerunMode = Literal["disabled", "validate_results"]
 
 
 @dataclass
-class TrainingSettings:
+class TrainingSettings(TaskSettings):
     """Batches, schedule, data, checkpoints and reports of a run."""
 
     train_iters: int = 0
@@ -345,13 +346,14 @@ class TrainingSettings:
                 ("--data-path", self.data_path),
                 ("--train-data-path", self.train_data_path),
                 ("--mock-data", self.mock_data),
+                ("--copy-task", self.copy_task),
             )
             if value
         ]
         require(
             len(sources) == 1,
             f"data: found {' and '.join(sources) or 'none'}; allowed: one of --data-path, "
-            "--train-data-path, --mock-data",
+            "--train-data-path, --mock-data, --copy-task",
         )
         require(
             self.valid_data_path is None or self.train_data_path is not None,

@@ -16,11 +16,6 @@ from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.evaluation import results, sources
 
 
-def lengths(text: str) -> list[int]:
-    """Lengths from `256,512`, in order and once each."""
-    return sorted({results.positive(part.strip()) for part in text.split(",")})
-
-
 def build_parser() -> Parser:
     parser = Parser(
         prog="needle.py",
@@ -31,7 +26,7 @@ def build_parser() -> Parser:
     group = parser.add_argument_group("task")
     group.add_argument(
         "--lengths",
-        type=lengths,
+        type=results.lengths,
         required=True,
         metavar="N,N,...",
         help="tokens of prompt and answer together",

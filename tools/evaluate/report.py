@@ -4,7 +4,6 @@ Example:
     python tools/evaluate/report.py --runs wd=OUT/wd no_wd=OUT/no_wd vpad=OUT/vpad --output OUT
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,14 +11,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.evaluation import results
-
-
-def named_folder(text: str) -> tuple[str, Path]:
-    """Name and folder from `vpad=DIR`."""
-    name, equals, folder = text.partition("=")
-    if not (name and equals and folder):
-        raise argparse.ArgumentTypeError(f"found {text}; allowed: NAME=DIR")
-    return name, Path(folder)
 
 
 def build_parser() -> Parser:
@@ -31,7 +22,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--runs",
         nargs="+",
-        type=named_folder,
+        type=results.named_folder,
         required=True,
         metavar="NAME=DIR",
         help="models; wd, no_wd and vpad come first and have colours of their own",

@@ -29,12 +29,13 @@ def cpu_seconds() -> float:
 def settings_of(flags: str = "", base: str | None = None, decoder: str = "transformer") -> Settings:
     """The settings of a tiny run; flags given here win."""
     model = MAMBA if decoder == "mamba2" else MODEL
-    return parse_settings(f"{base or f'{model} {RUN}'} {flags}".split(), "test", decoder)
+    base = f"{model} {RUN}" if base is None else base
+    return parse_settings(f"{base} {flags}".split(), "test", decoder)
 
 
-def trainer_of(flags: str = "", decoder: str = "transformer") -> Any:
+def trainer_of(flags: str = "", decoder: str = "transformer", base: str | None = None) -> Any:
     """A trainer of a tiny run; process groups of a single process must exist."""
     from megatron_lengen.models.build import build_chunks
     from megatron_lengen.training.loop import Trainer
 
-    return Trainer(settings_of(flags, decoder=decoder), build_chunks)
+    return Trainer(settings_of(flags, base, decoder), build_chunks)
