@@ -30,6 +30,7 @@ from launcher import (
 
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.compat import is_installed
+from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.errors import BadInput
 from megatron_lengen.training import checkpoint, deepspeed_state
 from megatron_lengen.training.arguments import parse_settings
@@ -98,7 +99,7 @@ def all_runs(processes: int) -> list[Run]:
         )
     for layout, name in IN_16_BITS:
         run = f"{layout}-{name}-bf16"
-        save = f"--save-interval 5 --save FOLDER/{run}.ck"
+        save = f"--save-interval 5 --average-last 2 --save FOLDER/{run}.ck"
         add(run, layout, f"{flags_of(layout, name)} --bf16 --train-iters 10 {save}")
     for layout, name in SPOILED:
         flags = f"{flags_of(layout, name)} --train-iters 8 --lr-warmup-iters 0"
@@ -332,8 +333,18 @@ def test_a_damaged_state_of_the_optimizer_is_one_line(folder, tmp_path):
 # ---- what it leaves on the console and the disk --------------------------------------------------
 
 
+def test_the_mean_of_checkpoints_under_stage_3(folder):
+    root = folder / "dp-z3-bf16.ck"
+    mean = open_checkpoint(root / "averaged", 10)
+    models = [open_checkpoint(root, iteration) for iteration in (5, 10)]
+    assert len(mean.model_keys) == 26
+    for key in mean.model_keys:
+        expected = torch.stack([model.read(key).double() for model in models]).mean(0)
+        assert torch.equal(mean.read(key), expected.bfloat16()), key
+
+
 def test_deepspeed_keeps_quiet_and_builds_nothing(folder):
-    ours = ("iteration", "validation", "saved", "1 processes", "2 processes")
+    ours = ("iteration", "validation", "saved", "averaged", "1 processes", "2 processes")
     for processes in (1, 2):
         for line in tail(folder / f"logs{processes}", 0, 10**6).splitlines():
             assert line.strip().startswith(ours) or "OVERFLOW" in line, line
