@@ -22,10 +22,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in ("native_common.h", "native.cpp", "native_conv.cpp", "native_ssd.cpp")
-)
+_FOLDER = Path(__file__).parent
 _FLAGS = (
     "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17",
     "-fPIC", "-shared",
@@ -79,7 +76,8 @@ def load_library() -> ctypes.CDLL | None:
 
 def _build(compiler: str) -> Path:
     key = hashlib.sha256()
-    for source in _SOURCES:
+    sources = sorted(_FOLDER.glob("native*.cpp"))
+    for source in (*sources, *sorted(_FOLDER.glob("native*.h"))):
         key.update(source.read_bytes())
     for part in (compiler.encode(), " ".join(_FLAGS).encode(), _cpu_flags()):
         key.update(part)
@@ -90,8 +88,7 @@ def _build(compiler: str) -> Path:
     handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
-        sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
-        command = [compiler, *_FLAGS, *sources, "-o", partial, *_openmp_runtime()]
+        command = [compiler, *_FLAGS, *map(str, sources), "-o", partial, *_openmp_runtime()]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         # Atomic, so that ranks that build at the same time never load half a file.
         os.replace(partial, target)

@@ -31,7 +31,8 @@ struct Call {
 template <typename T> class Block {
   public:
     explicit Block(const Call &call)
-        : call_(call), d_(call.channels), w_(call.taps), pre_(d_), grads_(w_ * d_), inputs_(w_ * d_) {}
+        : call_(call), d_(call.channels), w_(call.taps), pre_(d_), grads_(w_ * d_),
+          inputs_(w_ * d_) {}
 
     void forward(int64_t row, int64_t first, int64_t last) {
         row_ = row;

@@ -1,6 +1,5 @@
 // The state space recurrence of Mamba2 on the CPU: what ssd_chunks.py computes, a chunk of one head
-// in cache at a time. ssd_chunks.py names the mathematics; sums here are fp32, decays' exponents are
-// added in double.
+// in cache at a time. Sums are fp32; decays' exponents are added in double.
 //
 // A unit of work is some heads of one group in one row of the batch, over all its tokens: how the
 // work is shared out depends on the sizes alone, so the result does not depend on the threads.
@@ -13,10 +12,11 @@
 #include <vector>
 
 #include "native_common.h"
+#include "native_decays.h"
+#include "native_matrix.h"
 
 namespace {
 
-constexpr int64_t Q = 64;  // tokens of a chunk
 constexpr int64_t SEGMENT = 16;  // chunks between two states that forward keeps
 
 struct Call {
@@ -46,7 +46,8 @@ template <typename T> class Unit {
         : call_(call), n_(padded(call.state)), p_(padded(call.channels)), size_(n_ * p_),
           chunks_((call.tokens + Q - 1) / Q), segments_((chunks_ + SEGMENT - 1) / SEGMENT) {
         for (auto *matrix : {&b_, &c_, &bt_, &ct_, &dbt_, &dct_, &z_}) matrix->assign(Q * n_, 0.0f);
-        for (auto *matrix : {&x_, &xs_, &xt_, &dy_, &dys_, &dyt_, &y_}) matrix->assign(Q * p_, 0.0f);
+        for (auto *matrix : {&x_, &xs_, &xt_, &dy_, &dys_, &dyt_, &y_})
+            matrix->assign(Q * p_, 0.0f);
         for (auto *matrix : {&scores_, &within_, &weights_, &dweights_, &dscores_})
             matrix->assign(Q * Q, 0.0f);
         ones_.assign(std::max(n_, Q), 1.0f);
@@ -150,9 +151,13 @@ template <typename T> class Unit {
         if (q_ < rows_) std::memset(out + q_ * width, 0, (rows_ - q_) * width * sizeof(float));
     }
 
-    void read_x(int64_t i) {
+    // x and the decays of one head.
+    void read_head(int64_t i) {
         read(call_.x, call_.x_row, call_.x_token, (head_ + i) * call_.channels, call_.channels, p_,
              x_.data());
+        const int64_t first = (row_ * call_.tokens + token_) * call_.heads + head_ + i;
+        decays_.fill(call_.dt + first, call_.heads, call_.a[head_ + i]);
+        through_.assign(n_, decays_.enter[q_ - 1]);
     }
 
     // ---- a chunk -------------------------------------------------------------------------------
@@ -162,7 +167,8 @@ template <typename T> class Unit {
         token_ = chunk * Q;
         q_ = std::min(call_.tokens - token_, Q);
         rows_ = padded(q_);
-        documents();
+        const int32_t *documents = call_.documents;
+        decays_.place(documents ? documents + row_ * call_.tokens : nullptr, token_, q_);
         read(call_.b, call_.b_row, call_.b_token, group_ * call_.state, call_.state, n_, b_.data());
         if (!with_scores) return;
         read(call_.c, call_.c_row, call_.c_token, group_ * call_.state, call_.state, n_, c_.data());
@@ -171,82 +177,22 @@ template <typename T> class Unit {
                 scores_.data(), Q, nullptr);
     }
 
-    // first_[i]: the chunk's first token of i's document, -1 where it has started before.
-    void documents() {
-        for (int64_t i = 0; i < q_; ++i) first_[i] = -1;
-        if (!call_.documents) return;
-        const int32_t *mine = call_.documents + row_ * call_.tokens + token_;
-        int32_t before = token_ ? mine[-1] : mine[0];
-        int64_t first = -1;
-        for (int64_t i = 0; i < q_; ++i) {
-            if (mine[i] != before) first = i;
-            before = mine[i];
-            first_[i] = int32_t(first);
-        }
-    }
-
-    // Decays of one head from the chunk's start, to its end, and through it.
-    void decays(int64_t i) {
-        const float *dt = call_.dt + (row_ * call_.tokens + token_) * call_.heads + head_ + i;
-        const double a = call_.a[head_ + i];
-        double sum = 0.0, sums[Q];
-        for (int64_t t = 0; t < q_; ++t) {
-            dt_[t] = dt[t * call_.heads];
-            sum = first_[t] == t ? 0.0 : sum + a * double(dt_[t]);
-            sums[t] = sum;
-        }
-        for (int64_t t = 0; t < q_; ++t) {
-            high_[t] = float(sums[t]);
-            low_[t] = float(sums[t] - double(high_[t]));
-            leave_[t] = first_[t] == first_[q_ - 1] ? float(sum - sums[t]) : -1000.0f;
-            enter_[t] = first_[t] == -1 ? high_[t] : -1000.0f;
-        }
-        for (int64_t t = q_; t < Q; ++t) {
-            dt_[t] = high_[t] = low_[t] = 0.0f;
-            enter_[t] = leave_[t] = -1000.0f;
-        }
-        for (int64_t t = 0; t < Q; ++t) {
-            enter_[t] = exp_of(enter_[t]);
-            leave_[t] = exp_of(leave_[t]);
-            out_[t] = leave_[t] * dt_[t];
-        }
-        through_.assign(n_, enter_[q_ - 1]);
-    }
-
-    // Decays between the tokens of a chunk, and the weights of the masked product.
-    void weigh() {
-        for (int64_t i = 0; i < rows_; ++i) {
-            float *within = &within_[i * Q], *weights = &weights_[i * Q];
-            const float *scores = &scores_[i * Q];
-            const float high = high_[i], low = low_[i];
-            const int32_t last = i < q_ ? int32_t(i) : -1, first = i < q_ ? first_[i] : 0;
-            const int32_t width = int32_t(padded(i + 1));
-            for (int32_t j = 0; j < width; ++j) {
-                const float step = (high - high_[j]) + (low - low_[j]);
-                const float decay = exp_of(step < 0.0f ? step : 0.0f);
-                within[j] = (j >= first) & (j <= last) ? decay : 0.0f;
-                weights[j] = within[j] * scores[j];
-            }
-        }
-    }
-
     // state = through * state + B^T (out * x)
     void advance(float *state, bool empty) {
-        scale_rows(x_.data(), out_, rows_, p_, xs_.data());
+        scale_rows(x_.data(), decays_.out, rows_, p_, xs_.data());
         product(Form::full, n_, p_, rows_, {b_.data(), 1, n_}, xs_.data(), p_, state, p_,
                 empty ? nullptr : through_.data());
     }
 
     void forward_head(int64_t i, float *state, bool empty, bool goes_on) {
-        read_x(i);
-        decays(i);
-        weigh();
-        scale_rows(x_.data(), dt_, rows_, p_, xs_.data());
+        read_head(i);
+        decays_.weigh(scores_.data(), within_.data(), weights_.data());
+        scale_rows(x_.data(), decays_.dt, rows_, p_, xs_.data());
         if (!empty)
             product(Form::full, rows_, p_, n_, {c_.data(), n_, 1}, state, p_, y_.data(), p_,
                     nullptr);
         product(Form::left_lower, rows_, p_, rows_, {weights_.data(), Q, 1}, xs_.data(), p_,
-                y_.data(), p_, empty ? nullptr : enter_);
+                y_.data(), p_, empty ? nullptr : decays_.enter);
         write_tokens(static_cast<T *>(call_.y), i, y_.data(), ones_.data(), x_.data());
         if (goes_on) advance(state, empty);
     }
@@ -270,8 +216,7 @@ template <typename T> class Unit {
         for (int64_t chunk = first; chunk + 1 < last; ++chunk) {
             start(chunk, false);
             for_heads([&](int64_t i) {
-                read_x(i);
-                decays(i);
+                read_head(i);
                 float *state = states + (i * SEGMENT + chunk - first) * size_;
                 std::memcpy(state + size_, state, size_ * sizeof(float));
                 advance(state + size_, false);
@@ -281,11 +226,10 @@ template <typename T> class Unit {
 
     void backward_head(int64_t i, const float *state, float *dstate, bool starts_empty,
                        bool ends_empty) {
-        read_x(i);
+        read_head(i);
         read(call_.dy, call_.dy_row, call_.dy_token, (head_ + i) * call_.channels, call_.channels,
              p_, dy_.data());
-        decays(i);
-        weigh();
+        decays_.weigh(scores_.data(), within_.data(), weights_.data());
         transpose(x_.data(), rows_, p_, xt_.data());
         transpose(dy_.data(), rows_, p_, dyt_.data());
         float steps[Q] = {}, entered[Q] = {}, left[Q] = {};
@@ -297,22 +241,22 @@ template <typename T> class Unit {
             product(Form::full, rows_, p_, n_, {b_.data(), n_, 1}, dstate, p_, y_.data(), p_,
                     nullptr);
             for (int64_t t = 0; t < q_; ++t)
-                left[t] = out_[t] * dot(&x_[t * p_], &y_[t * p_], p_);
-            scale_columns(xt_.data(), out_, p_, rows_, xt_.data());
+                left[t] = decays_.out[t] * dot(&x_[t * p_], &y_[t * p_], p_);
+            scale_columns(xt_.data(), decays_.out, p_, rows_, xt_.data());
             product(Form::full, n_, rows_, p_, {dstate, p_, 1}, xt_.data(), rows_, dbt_.data(),
                     rows_, ones_.data());
             if (!starts_empty) through = through_[0] * double(dot(state, dstate, size_));
         }
         product(Form::left_upper, rows_, p_, rows_, {weights_.data(), 1, Q}, dy_.data(), p_,
-                y_.data(), p_, ends_empty ? nullptr : leave_);
+                y_.data(), p_, ends_empty ? nullptr : decays_.leave);
         if (!starts_empty) {
             enter_grads(state, entered);
-            scale_rows(dy_.data(), enter_, rows_, p_, dys_.data());
+            scale_rows(dy_.data(), decays_.enter, rows_, p_, dys_.data());
             product(Form::full, n_, p_, rows_, {c_.data(), 1, n_}, dys_.data(), p_, dstate, p_,
                     ends_empty ? nullptr : through_.data());
         }
         token_grads(i, steps, entered, left, through);
-        write_tokens(static_cast<T *>(call_.dx), i, y_.data(), dt_, dy_.data());
+        write_tokens(static_cast<T *>(call_.dx), i, y_.data(), decays_.dt, dy_.data());
     }
 
     // Gradients of scores, and of a token's step by all pairs that it lies between.
@@ -323,7 +267,7 @@ template <typename T> class Unit {
             float *dweights = &dweights_[i * Q], *dscores = &dscores_[i * Q];
             const int64_t width = padded(i + 1);
             for (int64_t j = 0; j < width; ++j) {
-                const float grad = dweights[j] * dt_[j];
+                const float grad = dweights[j] * decays_.dt[j];
                 dscores[j] += grad * within[j];
                 columns[j] += grad * weights[j];
             }
@@ -335,7 +279,7 @@ template <typename T> class Unit {
 
     // Gradients through C_i state: of C, and of the decays from the chunk's start.
     void enter_grads(const float *state, float *entered) {
-        scale_columns(dyt_.data(), enter_, p_, rows_, dyt_.data());
+        scale_columns(dyt_.data(), decays_.enter, p_, rows_, dyt_.data());
         product(Form::full, n_, rows_, p_, {state, p_, 1}, dyt_.data(), rows_, z_.data(), rows_,
                 nullptr);
         transpose(c_.data(), rows_, n_, ct_.data());
@@ -357,7 +301,7 @@ template <typename T> class Unit {
         for (int64_t t = q_ - 1; t >= 0; --t) {
             behind += entered[t];
             step[t] += behind;
-            da_[i] += step[t] * dt_[t];
+            da_[i] += step[t] * decays_.dt[t];
             dd_[i] += dot(&dy_[t * p_], &x_[t * p_], p_);
             ddt[t * call_.heads] =
                 float(double(dot(&x_[t * p_], &y_[t * p_], p_)) + step[t] * call_.a[head_ + i]);
@@ -387,8 +331,7 @@ template <typename T> class Unit {
     std::vector<float> x_, xs_, xt_, dy_, dys_, dyt_, y_;            // [Q, p] or [p, Q]
     std::vector<float> scores_, within_, weights_, dweights_, dscores_, through_, ones_;
     std::vector<double> da_, dd_;
-    int32_t first_[Q];
-    float dt_[Q], high_[Q], low_[Q], enter_[Q], leave_[Q], out_[Q];
+    Decays decays_;
 };
 
 template <typename T, typename Do> void run(const Call &call, Do act) {

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "mamba_config": {"errors", "config"},
     "config_checks": {"compat", "errors", "ops", "config", "mamba_config"},
     "attention_checks": {"errors", "config", "config_checks"},
-    "ops": {"errors"},
+    "ops": {"errors", "compat"},
     "runtime": GROUND,
     "data": GROUND | {"runtime"},
     "layers": GROUND | {"ops", "runtime"},

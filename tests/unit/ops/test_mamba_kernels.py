@@ -73,9 +73,7 @@ def test_what_each_package_lacks():
 def test_rows_within_32_bits(width, rows):
     """Views of a projection's output: its whole width lies between two tokens."""
     for length in (1000, 2**31 // width + 1, 2**31 // width // 4):
-        base = torch.empty(1).as_strided((rows, length, 64), (0, 0, 1))
         x = torch.empty_strided((rows, length, 64), (length * width, width, 1), device="meta")
-        assert base.shape == x.shape
         found = mamba_kernels.rows_at_once((x,), 0)
         assert found == min(rows, (2**31 - 1) // (length * width))
     assert mamba_kernels.rows_at_once((torch.zeros(4, 2),), 2**30) == 1
