@@ -1,6 +1,7 @@
 # The paper's Mamba2-45M (Table 6): 5 million samples with sources of 50 to 100 letters. Batches of
-# 256 rows are read from its "0.3B tokens, 19K a batch" (19,200 = 256 rows x 75 letters); what it
-# does not say is mamba-ssm's: initial weights, and no decay of norms, A, D and the steps' biases.
+# 256 rows are read from its "0.3B tokens, 19K a batch" (19,200 = 256 rows x 75 letters). Where it
+# says nothing: initial weights are mamba-ssm's, norms, A, D and the steps' biases do not decay,
+# embeddings are not tied (tied ones learn later), bf16.
 #   MICRO_BATCH_SIZE  rows that a process computes at a time (default 64)
 
 STEPS="${STEPS:-19531}"    # x 256 rows = 5.0M samples
@@ -12,6 +13,7 @@ MODEL_ARGS=(
     --hidden-size 768
     --mamba-head-dim 64
     --mamba-state-dim 128
+    --untie-embeddings-and-output-weights
     --copy-task 50-100
 )
 TRAINING_ARGS=(

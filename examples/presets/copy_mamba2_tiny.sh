@@ -10,6 +10,7 @@ MODEL_ARGS=(
     --hidden-size 128
     --mamba-head-dim 32
     --mamba-state-dim 64
+    --untie-embeddings-and-output-weights
     --copy-task 10-20
 )
 TRAINING_ARGS=(

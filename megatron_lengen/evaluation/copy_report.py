@@ -71,10 +71,10 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows = [run["copy_task"]["lengths"][index] for run in runs]
         entries.append({"length": length, **{s: _spread([r[s] for r in rows]) for s in SCORES}})
     losses = [(run["training"] or {}).get("lm_loss_recent") for run in runs]
-    known = None not in losses
+    known = [loss for loss in losses if loss is not None]
     return {
         "seeds": len(runs),
-        "training_loss": _spread(losses) if known else None,
+        "training_loss": _spread(known) if len(known) == len(runs) else None,
         "lengths": entries,
     }
 

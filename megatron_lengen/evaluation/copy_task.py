@@ -123,8 +123,12 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     plt = load_pyplot()
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     rows = results["lengths"]
-    looks = (("#D55E00", "-", "o"), ("#0072B2", "-", "s"), ("#E69F00", "--", "^"))
-    looks += (("#009E73", "--", "D"),)
+    looks = (
+        ("#D55E00", "-", "o"),
+        ("#0072B2", "-", "s"),
+        ("#E69F00", "--", "^"),
+        ("#009E73", "--", "D"),
+    )
     for name, (color, style, marker) in zip(SCORES, looks, strict=True):
         axes.plot(
             [row["length"] for row in rows],

@@ -231,7 +231,8 @@ def settings_notes(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def text_table(labels: Sequence[str], rows: Sequence[TableRow]) -> str:
     """The table for a terminal."""
     first = max([len(row.name) for row in rows], default=0)
-    width = max([10, *(len(label) + 2 for label in labels)])
+    cells = [cell for row in rows for cell in row.cells]
+    width = max([10, *(len(text) + 2 for text in (*labels, *cells))])
     lines = [" " * first + "".join(f"{label:>{width}}" for label in labels)]
     for row in rows:
         lines.append(f"{row.name:<{first}}" + "".join(f"{cell:>{width}}" for cell in row.cells))

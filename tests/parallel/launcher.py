@@ -139,7 +139,7 @@ def work(worker: str, folder: Path, processes: int, runs: list[Run], timeout: fl
 
 def argv(flags: str, decoder: str = "transformer") -> list[str]:
     """Flags of a tiny run, those given last."""
-    data = "" if "--data-path" in flags else "--mock-data"
+    data = "" if "--data-path" in flags or "--copy-task" in flags else "--mock-data"
     model = MAMBA if decoder == "mamba2" else MODEL
     return f"{model} {data} {SCHEDULE} {flags}".split()
 

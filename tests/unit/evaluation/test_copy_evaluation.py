@@ -111,12 +111,8 @@ def jelassi(model, source: list[int]) -> float:
 def test_forced_accuracy_is_the_published_formula():
     model = llama(vocab=30)
     length, count = 9, 40
-    expected = [
-        jelassi(
-            model, draw_source(42, EVALUATION + length, n, CopyLengths(length, length)).tolist()
-        )
-        for n in range(count)
-    ]
+    sources = evaluation_sources(42, length, range(count))
+    expected = [jelassi(model, source) for source in sources.tolist()]
     found = count_right(prepare_model(model), length, range(count), batch_tokens=200)
     assert 0 < sum(expected) < count  # a random model is right now and then
     assert found["forced_character_accuracy"] == pytest.approx(sum(expected), abs=1e-9)
