@@ -5,8 +5,7 @@
 // work is shared out depends on the sizes alone, so the result does not depend on the threads.
 // Sizes are padded with zeros to multiples of 16 in scratch memory, so no product has edges.
 //
-// Each function comes as NAME_f32 and NAME_bf16; `Call` mirrors the ctypes structure in
-// ssd_native.py.
+// `Call` mirrors the ctypes structure in ssd_native.py.
 
 #include <algorithm>
 #include <vector>
@@ -21,6 +20,7 @@ constexpr int64_t SEGMENT = 16;  // chunks between two states that forward keeps
 
 struct Call {
     int64_t rows, tokens, groups, heads, channels, state, heads_of_unit, threads;  // heads: all
+    int64_t half;  // whether x, b, c, y, dy and dx are bf16
     int64_t x_row, x_token, b_row, b_token, c_row, c_token, dy_row, dy_token;      // strides
     const void *x, *b, *c;     // [rows, tokens, heads, channels], [rows, tokens, groups, state]
     const float *dt, *a, *d;   // [rows, tokens, heads], [heads], [heads] or null
@@ -40,7 +40,7 @@ struct Call {
 
 inline int64_t padded(int64_t size) { return (size + LANE - 1) / LANE * LANE; }
 
-template <typename T> class Unit {
+class Unit {
   public:
     explicit Unit(const Call &call)
         : call_(call), n_(padded(call.state)), p_(padded(call.channels)), size_(n_ * p_),
@@ -145,9 +145,16 @@ template <typename T> class Unit {
     // Rows of one head or group as fp32; rows behind the last token are zero.
     void read(const void *from, int64_t row, int64_t token, int64_t column, int64_t size,
               int64_t width, float *out) const {
-        const T *first = static_cast<const T *>(from) + row_ * row + token_ * token + column;
-        for (int64_t i = 0; i < q_; ++i)
-            for (int64_t j = 0; j < size; ++j) out[i * width + j] = load(first + i * token + j);
+        const int64_t first = row_ * row + token_ * token + column;
+        auto copy = [&](auto *numbers) {
+            for (int64_t i = 0; i < q_; ++i)
+                for (int64_t j = 0; j < size; ++j)
+                    out[i * width + j] = load(numbers + first + i * token + j);
+        };
+        if (call_.half)
+            copy(static_cast<const Bf16 *>(from));
+        else
+            copy(static_cast<const float *>(from));
         if (q_ < rows_) std::memset(out + q_ * width, 0, (rows_ - q_) * width * sizeof(float));
     }
 
@@ -193,19 +200,26 @@ template <typename T> class Unit {
                     nullptr);
         product(Form::left_lower, rows_, p_, rows_, {weights_.data(), Q, 1}, xs_.data(), p_,
                 y_.data(), p_, empty ? nullptr : decays_.enter);
-        write_tokens(static_cast<T *>(call_.y), i, y_.data(), ones_.data(), x_.data());
+        write_tokens(call_.y, i, y_.data(), ones_.data(), x_.data());
         if (goes_on) advance(state, empty);
     }
 
     // to = scale * from + D * skip
-    void write_tokens(T *to, int64_t i, const float *from, const float *scale, const float *skip) {
+    void write_tokens(void *to, int64_t i, const float *from, const float *scale,
+                      const float *skip) {
         const float d = call_.d ? call_.d[head_ + i] : 0.0f;
-        for (int64_t t = 0; t < q_; ++t) {
-            T *out = to + ((row_ * call_.tokens + token_ + t) * call_.heads + head_ + i) *
-                              call_.channels;
-            for (int64_t p = 0; p < call_.channels; ++p)
-                store(out + p, scale[t] * from[t * p_ + p] + d * skip[t * p_ + p]);
-        }
+        const int64_t step = call_.heads * call_.channels;
+        const int64_t first = (row_ * call_.tokens + token_) * step + (head_ + i) * call_.channels;
+        auto write = [&](auto *numbers) {
+            for (int64_t t = 0; t < q_; ++t)
+                for (int64_t p = 0; p < call_.channels; ++p)
+                    store(numbers + first + t * step + p,
+                          scale[t] * from[t * p_ + p] + d * skip[t * p_ + p]);
+        };
+        if (call_.half)
+            write(static_cast<Bf16 *>(to));
+        else
+            write(static_cast<float *>(to));
     }
 
     // The states before the chunks first .. last - 1 of a segment once more.
@@ -256,7 +270,7 @@ template <typename T> class Unit {
                     ends_empty ? nullptr : through_.data());
         }
         token_grads(i, steps, entered, left, through);
-        write_tokens(static_cast<T *>(call_.dx), i, y_.data(), decays_.dt, dy_.data());
+        write_tokens(call_.dx, i, y_.data(), decays_.dt, dy_.data());
     }
 
     // Gradients of scores, and of a token's step by all pairs that it lies between.
@@ -334,31 +348,24 @@ template <typename T> class Unit {
     Decays decays_;
 };
 
-template <typename T, typename Do> void run(const Call &call, Do act) {
+template <typename Do> void run(const Call &call, Do act) {
     const int64_t of_group = call.heads / call.groups;
     const int64_t parts = (of_group + call.heads_of_unit - 1) / call.heads_of_unit;
     const int64_t units = call.rows * call.groups * parts;
 #pragma omp parallel num_threads(int(call.threads))
     {
-        Unit<T> work(call);
+        Unit work(call);
 #pragma omp for schedule(dynamic)
         for (int64_t unit = 0; unit < units; ++unit) act(work, unit);
     }
 }
 
-template <typename T> void ssd_forward(const Call &call) {
-    run<T>(call, [](Unit<T> &work, int64_t unit) { work.forward(unit); });
-}
-
-template <typename T> void ssd_backward(const Call &call) {
-    run<T>(call, [](Unit<T> &work, int64_t unit) { work.backward(unit); });
-}
-
 }  // namespace
 
-#define EXPORT(name)                                                              \
-    extern "C" void lengen_##name##_f32(const Call *call) { name<float>(*call); } \
-    extern "C" void lengen_##name##_bf16(const Call *call) { name<Bf16>(*call); }
+extern "C" void lengen_ssd_forward(const Call *call) {
+    run(*call, [](Unit &work, int64_t unit) { work.forward(unit); });
+}
 
-EXPORT(ssd_forward)
-EXPORT(ssd_backward)
+extern "C" void lengen_ssd_backward(const Call *call) {
+    run(*call, [](Unit &work, int64_t unit) { work.backward(unit); });
+}

@@ -24,8 +24,8 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "rows", "tokens", "groups", "heads", "channels", "state", "heads_of_unit",
-                "threads", "x_row", "x_token", "b_row", "b_token", "c_row", "c_token", "dy_row",
-                "dy_token",
+                "threads", "half", "x_row", "x_token", "b_row", "b_token", "c_row", "c_token",
+                "dy_row", "dy_token",
             )
         ),
         *(
@@ -121,6 +121,7 @@ def _run(
         state=inputs.B.shape[3],
         heads_of_unit=_heads_of_unit(inputs),
         threads=torch.get_num_threads(),
+        half=inputs.x.dtype == torch.bfloat16,
     )
     alive = {field: tensor for field, tensor in tensors.items() if tensor is not None}
     by_token = {"x": inputs.x, "b": inputs.B, "c": inputs.C}
@@ -137,8 +138,7 @@ def _run(
         alive["documents"] = inputs.documents.int().contiguous()
     for field, tensor in alive.items():
         setattr(call, field, tensor.data_ptr())
-    suffix = "f32" if inputs.x.dtype == torch.float32 else "bf16"
-    getattr(library, f"lengen_ssd_{name}_{suffix}")(ctypes.byref(call))
+    getattr(library, f"lengen_ssd_{name}")(ctypes.byref(call))
 
 
 def _dense_tokens(x: Tensor) -> Tensor:
