@@ -58,11 +58,18 @@ class Pace:
         """
         room = _Room(max((job.held for job in jobs), default=0))
         shown = sys.stderr.isatty() if self.progress is None else self.progress
+        failed = threading.Event()
         with _bar(sum(job.size for job in jobs), title, shown) as advance:
 
             def do(job: Job) -> None:
                 with room.taken(job.held):
-                    job.work()
+                    if failed.is_set():
+                        return
+                    try:
+                        job.work()
+                    except BaseException:
+                        failed.set()
+                        raise
                 advance(job.size)
 
             with ThreadPoolExecutor(max_workers=self.workers) as pool:
@@ -72,6 +79,7 @@ class Pace:
                     for future in done:
                         future.result()
                 finally:
+                    failed.set()  # also where the user has interrupted
                     pool.shutdown(cancel_futures=True)
 
 
@@ -86,11 +94,13 @@ class _Room:
     def __init__(self, size: int) -> None:
         self._free = size
         self._changed = threading.Condition()
+        self._entrance = threading.Lock()
 
     @contextmanager
     def taken(self, size: int) -> Iterator[None]:
         """Wait for so many bytes; they are free again after the block."""
-        with self._changed:
+        # One waits at a time, so that smaller jobs cannot overtake a large one for ever.
+        with self._entrance, self._changed:
             self._changed.wait_for(lambda: self._free >= size)
             self._free -= size
         try:
