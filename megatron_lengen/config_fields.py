@@ -67,7 +67,6 @@ MAMBA_ARCHITECTURE_FIELDS = (
     "layernorm_epsilon",
     "vocab_size",
     "make_vocab_size_divisible_by",
-    "max_position_embeddings",
     "untie_embeddings_and_output_weights",
     "init_method_std",
 )

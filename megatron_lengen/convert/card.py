@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_lengen.checkpoint_folder import AVERAGED
-from megatron_lengen.config import METHOD_FIELDS
+from megatron_lengen.config_fields import METHOD_FIELDS
 
 # Settings worth a reader's time, by the names of the flags; paths and defaults of the machine stay
 # in the checkpoint.
@@ -71,19 +72,34 @@ def model_card(title: str, info: Mapping[str, Any], hf: Mapping[str, Any]) -> st
             "`trust_remote_code=True`.",
             "",
         ]
-    lines += ["## Attention", "", *_attention(hf), ""]
+    if hf["model_type"] == "mamba2":
+        lines += ["## Layers", "", *_state_space(hf), ""]
+    else:
+        lines += ["## Attention", "", *_attention(hf), ""]
     arguments = _flat(info.get("arguments", {}))
     rows = [(key, arguments.get(key)) for key in _SETTINGS]
     rows = [(key, value) for key, value in rows if value not in (None, "", [])]
     if rows:
         lines += ["## Training settings", "", "| setting | value |", "|---|---|"]
         lines += [f"| {key} | {value} |" for key, value in rows]
+        tokens = info.get("consumed_samples", 0) * (arguments.get("seq_length") or 0)
+        lines += [f"| tokens | {tokens} |"] if tokens else []
         lines += [""]
+    if info.get("command"):
+        lines += ["```bash", _command(info["command"]), "```", ""]
     versions = {name: number for name, number in info.get("versions", {}).items() if number}
     if versions:
         listed = ", ".join(f"{name} {number}" for name, number in versions.items())
         lines += ["## Versions", "", f"Written by {listed}.", ""]
     return "\n".join(lines)
+
+
+def _command(words: Sequence[str]) -> str:
+    """What started the training; places on a disk are nobody's business."""
+    script, *flags = words
+    shown = ["..." if "/" in flag and not flag.startswith("--") else flag for flag in flags]
+    shown = [f"{flag.split('=')[0]}=..." if "/" in flag else flag for flag in shown]
+    return shlex.join(["python", script.rpartition("/")[2], *shown])
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,3 +135,13 @@ def _attention(hf: Mapping[str, Any]) -> list[str]:
     if hf.get("attention_function") == "entmax":
         lines += [f"- entmax with alpha {hf['attention_entmax_alpha']:g} in place of softmax"]
     return [*lines, f"- declared for {hf['max_position_embeddings']} positions"]
+
+
+def _state_space(hf: Mapping[str, Any]) -> list[str]:
+    return [
+        f"- {hf['num_hidden_layers']} Mamba2 blocks, {hf['num_heads']} heads of {hf['head_dim']} "
+        f"channels, a state of {hf['state_size']}, {hf['n_groups']} group(s)",
+        '- `A_log`, `D` and `dt_bias` are stored in fp32, and `dtype="auto"` loads every weight in '
+        "fp32 so that they stay it; for 16-bit weights beside them, set "
+        '`Mamba2PreTrainedModel._keep_in_fp32_modules_strict = ["A_log", "D", "dt_bias"]` first',
+    ]

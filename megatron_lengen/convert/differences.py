@@ -110,11 +110,12 @@ class _UnderTheirNames(StoredModel):
     def __init__(self, stored: StoredCheckpoint, family: Family) -> None:
         super().__init__(stored.label, stored.name, stored.folder)
         self._stored = stored
-        rules = [r for r in family.tensor_rules(stored.config) if r.ours in stored.names]
+        present = set(stored.names)
+        rules = [r for r in family.tensor_rules(stored.config) if present.issuperset(r.ours)]
         self._rules: dict[str, Rule] = {name: rule for rule in rules for name in rule.theirs}
-        known = {rule.ours for rule in rules}
+        known = {name for rule in rules for name in rule.ours}
         self._others = [name for name in stored.names if name not in known]
-        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+        self._last: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,7 +127,8 @@ class _UnderTheirNames(StoredModel):
         rule = self._rules.get(name)
         if rule is None:
             return self._stored.meta(name)
-        return rule.to_theirs(self._stored.meta(rule.ours), self._stored.config)[name]
+        metas = [self._stored.meta(ours) for ours in rule.ours]
+        return rule.to_theirs(metas, self._stored.config)[name]
 
     def read(self, name: str) -> Tensor:
         """The tensor after conversion; ours is read once for all that it is made of."""
@@ -134,9 +136,9 @@ class _UnderTheirNames(StoredModel):
         if rule is None:
             return self._stored.read(name)
         if self._last[0] != rule.ours:
-            self._last = ("", {})
-            tensor = self._stored.read(rule.ours)
-            self._last = (rule.ours, rule.to_theirs(tensor, self._stored.config))
+            self._last = ((), {})
+            tensors = [self._stored.read(ours) for ours in rule.ours]
+            self._last = (rule.ours, rule.to_theirs(tensors, self._stored.config))
         return self._last[1][name]
 
     def settings(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.lengen import Lengen, is_foreign
 from megatron_lengen.convert.llama import Llama
+from megatron_lengen.convert.mamba2 import Mamba2, is_of_mamba_ssm
 from megatron_lengen.convert.mistral import Mistral
 from megatron_lengen.convert.smollm3 import SmolLM3
 from megatron_lengen.errors import BadInput, require
@@ -17,7 +18,7 @@ from megatron_lengen.errors import BadInput, require
 
 def families() -> tuple[Family, ...]:
     """All known families, in the order in which a model is offered to them."""
-    return (SmolLM3(), Llama(), Mistral(), Lengen())
+    return (SmolLM3(), Llama(), Mistral(), Mamba2(), Lengen())
 
 
 def family_named(name: str, flag: str = "--family") -> Family:
@@ -33,7 +34,11 @@ def family_named(name: str, flag: str = "--family") -> Family:
 
 def family_of(raw: dict[str, Any]) -> Family:
     """The family of a folder by its `config.json`, as written."""
-    kind = Lengen.name if is_foreign(raw) else str(raw.get("model_type"))
+    kind = str(raw.get("model_type"))
+    if is_foreign(raw):
+        kind = Lengen.name
+    elif is_of_mamba_ssm(raw):
+        kind = Mamba2.name
     return family_named(kind, "model_type")
 
 
@@ -54,7 +59,8 @@ def family_for(config: LengenConfig, name: str | None = None, source: str | None
     candidates.sort(key=lambda family: family.name != source)
     reasons = []
     for family in candidates:
-        reason = family.objection(config)
+        same = family.decoder == config.decoder
+        reason = family.objection(config) if same else f"the layers of {config.decoder}"
         if reason is None:
             return family
         reasons.append(f"{family.name} cannot represent {reason}")

@@ -48,6 +48,12 @@ class Family(ABC):
     architecture_class: str
     """The class of its language models."""
 
+    decoder = "transformer"
+    """What our configuration calls its layers."""
+
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    """Hugging Face's names of the two tables of the vocabulary."""
+
     settable: frozenset[str]
     """Configuration keys that `--set` may change on the way."""
 
@@ -82,6 +88,10 @@ class Family(ABC):
     def attention_kinds(self, model: Any) -> list[AttentionKind]:
         """Read off the modules of a loaded Hugging Face model, not off its configuration."""
 
+    def prepare(self, model: Any) -> None:
+        """Set a loaded Hugging Face model to compute as exactly as it can, for comparisons."""
+        return None
+
     def objection(self, config: LengenConfig) -> str | None:
         """Why this family cannot represent the model, or None.
 
@@ -106,6 +116,20 @@ class Family(ABC):
         """
         kind = raw.get("model_type")
         require(kind == self.name, f"--family: found {self.name}; the folder holds a {kind}")
+
+    def in_their_terms(self, raw: dict[str, Any]) -> dict[str, Any] | None:
+        """The whole configuration as Hugging Face's, for a folder in a form of somebody else's.
+
+        None where transformers itself understands the folder.
+
+        Raises:
+            BadInput: for settings that our models do not have.
+        """
+        return None
+
+    def renames(self, raw: dict[str, Any]) -> dict[str, str]:
+        """Text to replace in names of tensors, for a folder in a form of somebody else's."""
+        return {}
 
     def model_class(self, folder: Path | None = None) -> Any:
         """The class of transformers' models.
@@ -139,6 +163,9 @@ def acting_settings(config: LengenConfig) -> dict[str, Any]:
     named here stays as it is.
     """
     fields = config.architecture()
+    if config.decoder == "mamba2":
+        # Rows that are not exported, and how weights were drawn.
+        return {**fields, "make_vocab_size_divisible_by": None, "mamba_init": None}
     kinds = expected_kinds(config)
     rope, slopes = any(kind.rope for kind in kinds), head_slopes(config)
     yarn = rope and config.position_embedding_type == "yarn"
@@ -173,7 +200,9 @@ def acting_settings(config: LengenConfig) -> dict[str, Any]:
 
 
 def expected_kinds(config: LengenConfig) -> list[AttentionKind]:
-    """What every layer of our model does."""
+    """What every attention layer of our model does."""
+    if config.decoder == "mamba2":
+        return []
     window = config.window_size[0] + 1 if config.window_size else None
     slopes = tuple(head_slopes(config))
     alpha = config.entmax_alpha if config.attention_function == "entmax" else 1.0

@@ -41,7 +41,17 @@ class HFFolder:
         require((self.folder / CONFIG).exists(), f"--load: {self.folder} has no {CONFIG}")
         self.raw_config: dict[str, Any] = _read_json(self.folder / CONFIG)
         self._places = self._locate()
-        self._stored = _renamed(self._places, renames or {})
+        self._stored = {name: name for name in self._places}
+        self.rename(renames or {})
+
+    def rename(self, renames: Mapping[str, str]) -> None:
+        """Replace text in names of tensors from here on.
+
+        Raises:
+            BadInput: for text that no name has, or two tensors of one name.
+        """
+        renamed = _renamed(self._stored, renames)
+        self._stored = {new: self._stored[old] for new, old in renamed.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,6 +61,11 @@ class HFFolder:
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in the stored dtype."""
         return read_entry(*self._place(name))
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows first to last - 1 of a tensor, as `read` gives it whole."""
+        path, entry = self._place(name)
+        return read_entry(path, entry.rows(first, last))
 
     def meta(self, name: str) -> Tensor:
         """An empty tensor on the meta device with the stored shape and dtype."""

@@ -19,66 +19,93 @@ from megatron_lengen.errors import BadInput, require
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of ours and the tensors of theirs that it is made of."""
+    """Tensors of ours and the tensors of theirs that hold the same numbers; one side is single."""
 
-    ours: str
+    ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    split: Callable[[Tensor, LengenConfig], Sequence[Tensor]]
-    """Ours -> theirs, in the order of the names."""
-    join: Callable[[Sequence[Tensor], LengenConfig], Tensor]
+    split: Callable[[Sequence[Tensor], LengenConfig], Sequence[Tensor]]
+    """Ours -> theirs, both in the order of the names."""
+    join: Callable[[Sequence[Tensor], LengenConfig], Sequence[Tensor]]
     """Theirs -> ours; also works on meta tensors, which is how shapes are planned."""
+    fp32: bool = False
+    """Whether the numbers are fp32 in every model."""
+    rows: Callable[[LengenConfig], Sequence[int]] | None = None
+    """Rows of each of ours, where theirs is nothing but ours one below the other."""
 
     def at_layer(self, layer: int) -> Rule:
         """The rule with the layer's number in its names."""
-        theirs = tuple(name.replace("{i}", str(layer)) for name in self.theirs)
-        return replace(self, ours=self.ours.replace("{i}", str(layer)), theirs=theirs)
 
-    def to_theirs(self, tensor: Tensor, config: LengenConfig) -> dict[str, Tensor]:
-        """Their tensors by name.
+        def numbered(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name.replace("{i}", str(layer)) for name in names)
 
-        Raises:
-            BadInput: if the tensor's shape does not fit the configuration.
-        """
-        parts = self._named(lambda: self.split(tensor, config), self.ours)
-        return dict(zip(self.theirs, (part.contiguous() for part in parts), strict=True))
+        return replace(self, ours=numbered(self.ours), theirs=numbered(self.theirs))
 
-    def to_ours(self, tensors: Sequence[Tensor], config: LengenConfig) -> Tensor:
-        """Our tensor from theirs, given in the order of the names.
+    def to_theirs(self, tensors: Sequence[Tensor], config: LengenConfig) -> dict[str, Tensor]:
+        """Their tensors by name, from ours in the order of the names.
 
         Raises:
             BadInput: if a shape does not fit the configuration.
         """
-        return self._named(lambda: self.join(tensors, config), ", ".join(self.theirs)).contiguous()
+        return self._converted(self.split, tensors, config, self.ours, self.theirs)
 
-    def _named(self, work: Callable, name: str):
+    def to_ours(self, tensors: Sequence[Tensor], config: LengenConfig) -> dict[str, Tensor]:
+        """Our tensors by name, from theirs in the order of the names.
+
+        Raises:
+            BadInput: if a shape does not fit the configuration.
+        """
+        return self._converted(self.join, tensors, config, self.theirs, self.ours)
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """In the dtype asked for (None: as it is), or in fp32 where that is a must."""
+        dtype = torch.float32 if self.fp32 else dtype
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def rows_of(self, ours: str, config: LengenConfig) -> tuple[int, int] | None:
+        """The rows (from, to) of theirs that one of ours is, or None where that is not so."""
+        if self.rows is None:
+            return None
+        sizes, place = list(self.rows(config)), self.ours.index(ours)
+        first = sum(sizes[:place])
+        return first, first + sizes[place]
+
+    @staticmethod
+    def _converted(
+        work: Callable[[Sequence[Tensor], LengenConfig], Sequence[Tensor]],
+        tensors: Sequence[Tensor],
+        config: LengenConfig,
+        names: tuple[str, ...],
+        new_names: tuple[str, ...],
+    ) -> dict[str, Tensor]:
         try:
-            return work()
+            made = work(tensors, config)
         except BadInput as error:
-            raise BadInput(f"{name}: {error}") from None
+            raise BadInput(f"{', '.join(names)}: {error}") from None
+        return dict(zip(new_names, (tensor.contiguous() for tensor in made), strict=True))
 
 
 def expand(rules: Iterable[Rule], num_layers: int) -> list[Rule]:
     """The table with one rule per layer in place of every rule that has `{i}`."""
     out: list[Rule] = []
     for rule in rules:
-        many = "{i}" in rule.ours
+        many = any("{i}" in name for name in rule.ours)
         out += [rule.at_layer(i) for i in range(num_layers)] if many else [rule]
     return out
 
 
-def direct(ours: str, theirs: str) -> Rule:
+def direct(ours: str, theirs: str, fp32: bool = False) -> Rule:
     """The same tensor under another name."""
-    return Rule(ours, (theirs,), lambda tensor, _: [tensor], lambda tensors, _: tensors[0])
+    return Rule((ours,), (theirs,), _as_they_are, _as_they_are, fp32)
 
 
 def per_head(ours: str, theirs: str) -> Rule:
     """The same tensor under another name, with a row for every query head."""
 
-    def checked(tensor: Tensor, config: LengenConfig) -> Tensor:
-        _rows(tensor, config.num_attention_heads)
-        return tensor
+    def checked(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
+        _rows(tensors[0], config.num_attention_heads)
+        return tensors
 
-    return Rule(ours, (theirs,), lambda t, c: [checked(t, c)], lambda t, c: checked(t[0], c))
+    return Rule((ours,), (theirs,), checked, checked)
 
 
 def grouped_qkv(ours: str, q: str, k: str, v: str) -> Rule:
@@ -86,17 +113,41 @@ def grouped_qkv(ours: str, q: str, k: str, v: str) -> Rule:
 
     Ours [G * (n + 2) * d, h]; theirs [G * n * d, h], [G * d, h], [G * d, h].
     """
-    return Rule(ours, (q, k, v), _split_qkv, _join_qkv)
+    return Rule((ours,), (q, k, v), _split_qkv, _join_qkv)
 
 
 def gate_up(ours: str, gate: str, up: str) -> Rule:
     """Ours [2f, h], gate rows first; theirs [f, h] twice."""
-    return Rule(ours, (gate, up), _split_gate_up, _join_gate_up)
+    return Rule((ours,), (gate, up), _split_gate_up, _join_gate_up)
 
 
 def vocabulary(ours: str, theirs: str) -> Rule:
     """Ours [P, h] with zero rows behind the vocabulary; theirs [V, h]."""
-    return Rule(ours, (theirs,), _cut_vocabulary, lambda t, config: pad_vocabulary(t[0], config))
+    return Rule(
+        (ours,), (theirs,), _cut_vocabulary, lambda t, config: [pad_vocabulary(t[0], config)]
+    )
+
+
+def stacked(
+    ours: Sequence[str], theirs: str, rows: Callable[[LengenConfig], Sequence[int]]
+) -> Rule:
+    """Ours, whose rows are told apart; theirs, one tensor of all their rows in this order."""
+
+    def join(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
+        sizes = list(rows(config))
+        _rows(tensors[0], sum(sizes))
+        return tensors[0].split(sizes)
+
+    def split(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
+        for tensor, size in zip(tensors, rows(config), strict=True):
+            _rows(tensor, size)
+        return [torch.cat(list(tensors))]
+
+    return Rule(tuple(ours), (theirs,), split, join, rows=rows)
+
+
+def _as_they_are(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
+    return tensors
 
 
 def _head_sizes(config: LengenConfig) -> tuple[int, int, int]:
@@ -105,42 +156,43 @@ def _head_sizes(config: LengenConfig) -> tuple[int, int, int]:
     return groups, config.num_attention_heads // groups * config.kv_channels, config.kv_channels
 
 
-def _split_qkv(tensor: Tensor, config: LengenConfig) -> Sequence[Tensor]:
+def _split_qkv(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
     groups, query, key = _head_sizes(config)
+    (tensor,) = tensors
     _rows(tensor, groups * (query + 2 * key))
     grouped = tensor.unflatten(0, (groups, query + 2 * key))
     return [part.flatten(0, 1) for part in grouped.split([query, key, key], dim=1)]
 
 
-def _join_qkv(tensors: Sequence[Tensor], config: LengenConfig) -> Tensor:
+def _join_qkv(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
     groups, query, key = _head_sizes(config)
     parts = []
     for tensor, rows in zip(tensors, (query, key, key), strict=True):
         _rows(tensor, groups * rows)
         parts.append(tensor.unflatten(0, (groups, rows)))
-    return torch.cat(parts, dim=1).flatten(0, 1)
+    return [torch.cat(parts, dim=1).flatten(0, 1)]
 
 
-def _split_gate_up(tensor: Tensor, config: LengenConfig) -> Sequence[Tensor]:
-    _rows(tensor, 2 * config.ffn_hidden_size)
-    return tensor.chunk(2, dim=0)
+def _split_gate_up(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
+    _rows(tensors[0], 2 * config.ffn_hidden_size)
+    return tensors[0].chunk(2, dim=0)
 
 
-def _join_gate_up(tensors: Sequence[Tensor], config: LengenConfig) -> Tensor:
+def _join_gate_up(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
     for tensor in tensors:
         _rows(tensor, config.ffn_hidden_size)
-    return torch.cat(list(tensors), dim=0)
+    return [torch.cat(list(tensors), dim=0)]
 
 
-def _cut_vocabulary(tensor: Tensor, config: LengenConfig) -> Sequence[Tensor]:
-    found, size = tensor.shape[0], config.vocab_size
+def _cut_vocabulary(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
+    found, size = tensors[0].shape[0], config.vocab_size
     require(found >= size, f"found {found} rows; the vocabulary has {size}")
-    return [tensor[:size]]
+    return [tensors[0][:size]]
 
 
 def pad_vocabulary(tensor: Tensor, config: LengenConfig) -> Tensor:
     """[at least V, h] -> [P, h]: the vocabulary's rows, then rows of zeros."""
-    (rows,) = _cut_vocabulary(tensor, config)
+    (rows,) = _cut_vocabulary([tensor], config)
     extra = config.padded_vocab_size - config.vocab_size
     return torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])], dim=0) if extra else rows
 

@@ -8,6 +8,7 @@ written first, and memory does not depend on the size of a file.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -55,6 +56,12 @@ class Entry(NamedTuple):
     def meta(self) -> Tensor:
         """An empty tensor on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def rows(self, first: int, last: int) -> Entry:
+        """Rows first to last - 1 of the tensor."""
+        row = math.prod(self.shape[1:]) if self.strides is None else self.strides[0]
+        offset = self.offset + first * row * self.dtype.itemsize
+        return self._replace(shape=(last - first, *self.shape[1:]), offset=offset)
 
 
 def read_entries(path: Path) -> dict[str, Entry]:

@@ -28,7 +28,13 @@ from megatron_lengen.convert.reader import Checkpoint, open_checkpoint
 from megatron_lengen.convert.safetensors_files import ShardWriter
 from megatron_lengen.convert.staging import check_target, staged_folder
 from megatron_lengen.convert.stream import Job, Pace
-from megatron_lengen.convert.tokens import ID_KEYS, export_tokenizer, within_vocabulary
+from megatron_lengen.convert.tokens import (
+    GENERATION_CONFIG,
+    ID_KEYS,
+    export_tokenizer,
+    generation_config,
+    within_vocabulary,
+)
 from megatron_lengen.convert.verify import Theirs, Verified, verify_models
 from megatron_lengen.errors import require
 
@@ -37,7 +43,6 @@ DTYPES: dict[str, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
-GENERATION_CONFIG = "generation_config.json"
 VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -87,7 +92,9 @@ def checkpoint_to_hf(
         ids = export_tokenizer(source.checkpoint.tokenizer_folder, folder)
         hf = _with_ids(source, ids, settings or {}, report)
         write_json(folder / CONFIG, hf)
-        write_json(folder / GENERATION_CONFIG, _generation_config(hf))
+        stored = source.checkpoint.info.get("source", {}).get("generation_config")
+        generation = generation_config(stored, hf, settings or {})
+        write_json(folder / GENERATION_CONFIG, generation)
         with ShardWriter(folder, metas, max_shard_bytes) as writer:
             (pace or Pace()).run(source.jobs(writer), "tensors")
         if source.family.code is not None:
@@ -171,43 +178,42 @@ class _Source:
             config = config_from_architecture(self.family.architecture(hf))
         self.config: LengenConfig = config
         self._rules = self.family.tensor_rules(self._stored_config(checkpoint.config(), config))
+        self._rule_of = {key: rule for rule in self._rules for key in rule.ours}
         self._check_keys()
         name = self._main_dtype()
         self.hf_config = {**hf, "dtype": name, "torch_dtype": name}
 
     def their_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) in the chosen dtype, one of ours in memory at a time."""
+        """(Hugging Face name, tensor) in the chosen dtype, a rule's tensors in memory at a time."""
         for rule in self._rules:
-            tensor = self._cast(self.checkpoint.read(rule.ours))
-            yield from rule.to_theirs(tensor, self.config).items()
+            yield from self._converted(rule, self.checkpoint.read).items()
 
     def their_metas(self) -> dict[str, Tensor]:
         """Shape and dtype of every tensor of theirs."""
         out: dict[str, Tensor] = {}
         for rule in self._rules:
-            meta = self._cast(self.checkpoint.meta(rule.ours))
-            out.update(rule.to_theirs(meta, self.config))
+            out.update(self._converted(rule, self.checkpoint.meta))
         return out
 
     def jobs(self, writer: ShardWriter) -> list[Job]:
         """What there is to do: to write what becomes of each tensor of ours."""
 
         def work(rule: Rule) -> None:
-            tensor = self._cast(self.checkpoint.read(rule.ours))
-            for name, part in rule.to_theirs(tensor, self.config).items():
+            for name, part in self._converted(rule, self.checkpoint.read).items():
                 writer.add(name, part)
 
         jobs = []
         for rule in self._rules:
-            stored = self.checkpoint.meta(rule.ours)
-            size = max(stored.nbytes, self._cast(stored).nbytes)
+            stored = [self.checkpoint.meta(name) for name in rule.ours]
+            made = self._converted(rule, self.checkpoint.meta).values()
+            size = max(sum(t.nbytes for t in stored), sum(t.nbytes for t in made))
             # A tensor, and what it is cast or split to.
             jobs.append(Job(partial(work, rule), size, 2 * size))
         return jobs
 
     def our_tensor(self, key: str) -> Tensor:
         """Our full tensor in the chosen dtype, padded for one process."""
-        tensor = self._cast(self.checkpoint.read(key))
+        tensor = self._rule_of[key].cast(self.checkpoint.read(key), self._dtype)
         return pad_vocabulary(tensor, self.config) if key in VOCABULARY_TABLES else tensor
 
     def _stored_config(self, stored: LengenConfig, wanted: LengenConfig) -> LengenConfig:
@@ -219,24 +225,27 @@ class _Source:
         return stored
 
     def _check_keys(self) -> None:
-        known = {rule.ours for rule in self._rules}
-        extra = sorted(set(self.checkpoint.model_keys) - known)
+        extra = sorted(set(self.checkpoint.model_keys) - set(self._rule_of))
         require(
             not extra,
             f"to-hf: {self.family.name} has no place for {', '.join(extra[:5])}",
         )
-        for rule in self._rules:
-            self.checkpoint.meta(rule.ours)
+        for key in self._rule_of:
+            self.checkpoint.meta(key)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor if self._dtype is None else tensor.to(self._dtype)
+    def _converted(self, rule: Rule, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        tensors = [rule.cast(read(key), self._dtype) for key in rule.ours]
+        return rule.to_theirs(tensors, self.config)
 
     def _main_dtype(self) -> str:
+        """What `dtype="auto"` loads every weight in: the most frequent, or fp32 where some must."""
+        if any(rule.fp32 for rule in self._rules):
+            return "float32"
         if self._dtype is not None:
             return str(self._dtype).removeprefix("torch.")
         sizes: Counter[torch.dtype] = Counter()
-        for rule in self._rules:
-            meta = self.checkpoint.meta(rule.ours)
+        for key in self._rule_of:
+            meta = self.checkpoint.meta(key)
             sizes[meta.dtype] += meta.numel()
         return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
 
@@ -256,7 +265,3 @@ def _with_ids(
         if wanted.get(key) != kept[key]:
             report(f"{key} {wanted[key]} is outside of the vocabulary: written as {kept[key]}")
     return {**source.hf_config, **kept}
-
-
-def _generation_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: hf[key] for key in ID_KEYS if hf[key] is not None}

@@ -23,12 +23,10 @@ from megatron_lengen.convert.mapping import Rule, pad_vocabulary
 from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.convert.stream import Pace
 from megatron_lengen.convert.to_hf import VOCABULARY_TABLES, chosen_dtype
-from megatron_lengen.convert.tokens import ID_KEYS, importer
+from megatron_lengen.convert.tokens import ID_KEYS, importer, stored_generation_config
 from megatron_lengen.convert.verify import Theirs, Verified, verify_models
 from megatron_lengen.convert.writer import write_release
 from megatron_lengen.errors import BadInput, require
-
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def hf_to_checkpoint(
@@ -102,6 +100,7 @@ def hf_to_checkpoint(
             "name": _public_name(load, revision),
             "family": source.family.name,
             "token_ids": source.token_ids,
+            "generation_config": source.generation_config(dict(settings or {})),
         }
     }
     written = write_release(
@@ -133,7 +132,10 @@ class _Source:
         self.family: Family = family_named(family) if family else family_of(raw)
         self.family.check_source(raw, settings)
         self.foreign = is_foreign(raw)
-        effective = effective_config(folder.folder, self.family)
+        folder.rename(self.family.renames(raw))
+        translated = self.family.in_their_terms(raw)
+        self._stock = translated is None
+        effective = translated or effective_config(folder.folder, self.family)
         self._was_tied = bool(effective["tie_word_embeddings"])
         self._hf = self.family.apply(effective, settings)
         self._changes = {k: v for k, v in self._hf.items() if v != effective.get(k)}
@@ -141,30 +143,39 @@ class _Source:
         reason = self.family.objection(self.config)
         require(reason is None, f"to-megatron: {self.family.name} does not have {reason}")
         rules = self.family.tensor_rules(self.config)
-        self._rules: dict[str, Rule] = {rule.ours: rule for rule in rules}
+        self._rules: dict[str, Rule] = {key: rule for rule in rules for key in rule.ours}
+        self._rule_of: dict[str, Rule] = {name: rule for rule in rules for name in rule.theirs}
         self._check_names()
         self._check_dtypes()
         self.token_ids = {key: self._hf.get(key) for key in ID_KEYS}
 
     def metas(self) -> dict[str, Tensor]:
         """Shape and dtype of every tensor of ours."""
-        out = {}
+        out: dict[str, Tensor] = {}
         for key, rule in self._rules.items():
-            parts = [self._cast(self.folder.meta(self._stored(name))) for name in rule.theirs]
-            out[key] = rule.to_ours(parts, self.config)
+            if key not in out:
+                out.update(self._converted(rule, self.folder.meta))
         return out
 
     def tensor(self, key: str) -> Tensor:
         """Our full tensor for a checkpoint key."""
         rule = self._rules[key]
-        parts = [self._their_tensor(name) for name in rule.theirs]
-        return rule.to_ours(parts, self.config)
+        rows = rule.rows_of(key, self.config)
+        if rows is None:
+            return self._converted(rule, self.folder.read)[key]
+        return rule.cast(self.folder.read_rows(self._stored(rule.theirs[0]), *rows), self._dtype)
+
+    def generation_config(self, settings: dict[str, Any]) -> dict[str, Any] | None:
+        """The folder's, with the ids of the user."""
+        stored = stored_generation_config(self.folder.folder)
+        chosen = {key: settings[key] for key in ID_KEYS if key in settings}
+        return None if stored is None else {**stored, **chosen}
 
     def theirs(self) -> Theirs:
         """Hugging Face's own reading of the folder, with the settings and dtype of the user."""
         if self.foreign:
             return Theirs(self._load_with_its_code, None, (), self._their_tensor)
-        names = {name for rule in self._rules.values() for name in rule.theirs}
+        names = set(self._rule_of)
 
         def build() -> Any:
             model_class = self.family.model_class()
@@ -174,16 +185,21 @@ class _Source:
 
     def _load(self) -> tuple[Any, dict[str, Any]]:
         model_class = self.family.model_class()
-        if self._dtype is None and not self._changes:
+        if self._dtype is None and not self._changes and self._stock:
             return load_hf_fp32(self.folder.folder, model_class)
-        names = [name for rule in self._rules.values() for name in rule.theirs]
+        names = list(self._rule_of)
         tensors = {name: self._their_tensor(name).float() for name in names}
         architectures = self._hf.get("architectures") or self.folder.raw_config["architectures"]
         hf = {**self._hf, "architectures": architectures, "dtype": "float32"}
         return load_state_dict_as_hf(hf, tensors, model_class)
 
     def _their_tensor(self, name: str) -> Tensor:
-        return self._cast(self.folder.read(self._stored(name)))
+        tensor = self.folder.read(self._stored(name))
+        return self._rule_of[name].cast(tensor, self._dtype)
+
+    def _converted(self, rule: Rule, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        tensors = [rule.cast(read(self._stored(name)), self._dtype) for name in rule.theirs]
+        return rule.to_ours(tensors, self.config)
 
     def _load_with_its_code(self) -> tuple[Any, dict[str, Any]]:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -202,22 +218,23 @@ class _Source:
 
     def _stored(self, name: str) -> str:
         """Where a tensor lies; the head of a tied model that gets untied is its embedding."""
-        return _EMBEDDING if name == _HEAD and self._was_tied else name
+        return self.family.embedding if name == self.family.head and self._was_tied else name
 
     def _check_names(self) -> None:
-        wanted = {self._stored(name) for rule in self._rules.values() for name in rule.theirs}
+        wanted = {self._stored(name) for name in self._rule_of}
         present = set(self.folder.names)
         missing, extra = sorted(wanted - present), sorted(present - wanted)
         unknown = f"; it has {', '.join(extra[:5])}, see --rename" if extra else ""
         require(not missing, f"{self.folder.folder}: no tensor {', '.join(missing[:5])}{unknown}")
-        if _HEAD in extra:
-            same = torch.equal(self.folder.read(_HEAD), self.folder.read(_EMBEDDING))
+        head, embedding = self.family.head, self.family.embedding
+        if head in extra:
+            same = torch.equal(self.folder.read(head), self.folder.read(embedding))
             require(
                 same,
-                f"{self.folder.folder}: tie_word_embeddings is true, but {_HEAD} and {_EMBEDDING} "
+                f"{self.folder.folder}: tie_word_embeddings is true, but {head} and {embedding} "
                 "differ; allowed: equal ones",
             )
-            extra.remove(_HEAD)
+            extra.remove(head)
         # Frequencies that older versions stored are computed from the configuration here.
         extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
         require(
@@ -235,9 +252,6 @@ class _Source:
                     f"--dtype keep: {name} is {dtype}; allowed: bfloat16, float32, or give "
                     "--dtype bf16 or fp32"
                 )
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor if self._dtype is None else tensor.to(self._dtype)
 
 
 def effective_config(folder: Path, family: Family) -> dict[str, Any]:

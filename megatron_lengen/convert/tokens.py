@@ -15,7 +15,9 @@ from megatron_lengen.data.tokenizer import (
     build_tokenizer,
     load_saved,
 )
+from megatron_lengen.errors import BadInput
 
+GENERATION_CONFIG = "generation_config.json"
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -52,6 +54,41 @@ def importer(folder: Path) -> Callable[[Path], None] | None:
     if not any(path.is_file() for name in names for path in folder.glob(name)):
         return None
     return build_tokenizer(folder).save
+
+
+def stored_generation_config(folder: Path) -> dict[str, Any] | None:
+    """What a Hugging Face folder says about generation, if it does.
+
+    Raises:
+        BadInput: for a file that is damaged.
+    """
+    path = folder / GENERATION_CONFIG
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise BadInput(f"{path}: damaged ({error})") from error
+
+
+def generation_config(
+    stored: Mapping[str, Any] | None, hf: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What an exported folder says about generation.
+
+    Args:
+        stored: of the model that training began with; kept as it is.
+        hf: the exported configuration, whose ids are added where none are stored.
+        settings: the user's; its ids count before the stored ones.
+    """
+    out = dict(stored or {})
+    ids = {**hf, **out, **{key: settings[key] for key in ID_KEYS if key in settings}}
+    for key, value in within_vocabulary(ids, hf["vocab_size"]).items():
+        if value is not None:
+            out[key] = value
+        elif out.get(key) is not None:
+            del out[key]
+    return out
 
 
 def within_vocabulary(ids: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.convert.family import Family, expected_kinds
+from megatron_lengen.convert.loading import quiet_transformers
 from megatron_lengen.models.by_layer import load_by_layer, without_weights
 from megatron_lengen.runtime import host
 
@@ -107,7 +108,9 @@ class Theirs:
 
 
 def verification_lengths(config: LengenConfig) -> list[int]:
-    """Lengths below, at and above the window; one length where no layer has a window."""
+    """Lengths below, at and above the window; one where no layer has a window, two of Mamba2's."""
+    if config.decoder == "mamba2":
+        return [_PLAIN_LENGTH, 4 * _PLAIN_LENGTH + 15]
     if not any(kind.windowed for kind in config.layer_pattern()):
         return [_PLAIN_LENGTH]
     window = config.window_size[0] + 1
@@ -147,6 +150,7 @@ def verify_models(
     if not foreign:
         _check_pattern(config, family, model)
     _check_tying(config, model)
+    family.prepare(model)
     device = host.device()
     # Weights that come layer by layer come to the device by themselves.
     model = model._apply(lambda t: t if t.is_meta else t.to(device)).eval()
@@ -223,7 +227,8 @@ def _our_logits(model: Any, tokens: Tensor) -> Tensor:
 def _their_logits(model: Any, tokens: Tensor) -> Tensor:
     """[1, s] -> fp32 logits [1, kept positions, V] on the CPU."""
     kept = kept_positions(tokens.shape[1]).to(tokens.device)
-    return model(tokens, logits_to_keep=kept, use_cache=False).logits.float().cpu()
+    with quiet_transformers():  # which kernels are missing
+        return model(tokens, logits_to_keep=kept, use_cache=False).logits.float().cpu()
 
 
 def _check_loading(report: dict[str, Any]) -> None:
