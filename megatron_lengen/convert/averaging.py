@@ -147,8 +147,14 @@ class Mean:
 
     @property
     def dtype_name(self) -> str | None:
-        """The dtype that was asked for, as a `config.json` calls it."""
-        return None if self._dtype is None else str(self._dtype).removeprefix("torch.")
+        """What a `config.json` has to say of the dtype that was asked for, if one was.
+
+        It is what loaders make of every tensor, so fp32 where some must stay it.
+        """
+        if self._dtype is None:
+            return None
+        stays = any(name.endswith(_STAYS) for name in self.names)
+        return "float32" if stays else str(self._dtype).removeprefix("torch.")
 
 
 def _add(total: Tensor, values: Tensor, share: float) -> None:

@@ -240,6 +240,9 @@ def test_whole_numbers_and_what_stays_fp32(hf_models, tmp_path):
     assert torch.equal(found["counter"], torch.tensor([8, 2**60 + 1]))
     assert found[extra].dtype == torch.float32
     assert torch.equal(found[extra], torch.full((3,), 1 + 2**-21))
+    assert found["model.norm.weight"].dtype == torch.bfloat16
+    # Loaders give every tensor the dtype that is written there.
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_revisions_of_a_hub_repository(hf_models, tmp_path, monkeypatch):
