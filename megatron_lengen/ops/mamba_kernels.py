@@ -149,7 +149,9 @@ def lacks_conv(
 def conv_update(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """y [b, d] and the new state [b, d, w - 1] by causal-conv1d, or None."""
+    """y [b, d] and the new state [b, d, w - 1] by causal-conv1d, or None; it has no backward."""
+    if torch.is_grad_enabled():
+        return None
     module = _module(CONV_MODULE, "causal-conv1d", x)
     if module is None or lacks_conv(x.dtype, x.shape[1], weight.shape[1], 1):
         return None
