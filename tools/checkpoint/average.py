@@ -14,7 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+HERE = Path(__file__).resolve().parent
+# This folder's inspect.py must not stand for Python's own module of that name.
+sys.path[:] = [str(HERE.parents[1]), *(p for p in sys.path if p != str(HERE))]
 
 from megatron_lengen.errors import Parser, run_main
 

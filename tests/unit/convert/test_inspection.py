@@ -51,14 +51,14 @@ def run(checkpoint_folder, tmp_path):
 
 @pytest.fixture
 def show(monkeypatch, capsys):
-    """Runs tools/checkpoint/show.py in this process: (exit code, stdout, stderr)."""
-    script = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "show.py"
+    """Runs tools/checkpoint/inspect.py in this process: (exit code, stdout, stderr)."""
+    script = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "inspect.py"
     spec = importlib.util.spec_from_file_location("show_tool", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["show.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["inspect.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
             run_main(module.main)
         return left.value.code, *capsys.readouterr()

@@ -1,8 +1,8 @@
 """Show what a checkpoint or a Hugging Face folder holds, or how two of them differ.
 
-    python tools/checkpoint/show.py runs/mine
-    python tools/checkpoint/show.py runs/mine --iteration 200 --tensors --statistics
-    python tools/checkpoint/show.py runs/mine --diff my-model
+    python tools/checkpoint/inspect.py runs/mine
+    python tools/checkpoint/inspect.py runs/mine --iteration 200 --tensors --statistics
+    python tools/checkpoint/inspect.py runs/mine --diff my-model
 
 With --diff the exit code is that of diff: 0 for the same model (settings of the architecture, and
 tensors bit for bit), 1 for another, 2 for bad input. With --check it is 1 for damage.
@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+HERE = Path(__file__).resolve().parent
+# This folder's inspect.py must not stand for Python's own module of that name.
+sys.path[:] = [str(HERE.parents[1]), *(p for p in sys.path if p != str(HERE))]
 
 from megatron_lengen.errors import BadInput, Parser, run_main
 
@@ -27,7 +29,7 @@ _SHOWN = 20  # tensors that differ, without --tensors
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(
-        prog="show.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="inspect.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "model", help="a run's folder, one iteration, a Hugging Face folder or ID@REVISION"
