@@ -120,6 +120,20 @@ def hf_to_checkpoint(
     return results[0] if results else None
 
 
+def read_as_ours(load: str | Path) -> tuple[dict[str, Any], Callable[[str], Tensor]]:
+    """A Hugging Face model as one of ours, without writing it.
+
+    Returns:
+        Its architecture (`config.config_from_architecture`), and the full tensor for a checkpoint
+        key.
+
+    Raises:
+        BadInput: for anything that cannot be read or represented.
+    """
+    source = _Source(HFFolder(fetch_folder(load)), "keep", {}, None)
+    return source.config.architecture(), source.tensor
+
+
 class _Source:
     """A Hugging Face folder seen as one of our models."""
 

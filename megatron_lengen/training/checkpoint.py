@@ -7,6 +7,7 @@ checkpoint is written under another name and published at the end (see checkpoin
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -287,6 +288,7 @@ def _describe(
         "consumed_samples": progress.consumed_samples,
         "model": settings.model.architecture(),
         "arguments": settings.as_json(),
+        "command": sys.argv,
         "versions": versions(),
         **details,
     }

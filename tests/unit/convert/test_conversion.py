@@ -145,8 +145,10 @@ def test_the_card_tells_how_it_was_trained(checkpoint_folder, tmp_path):
     copy = shutil.copytree(checkpoint_folder, tmp_path / "c")
     note = copy / "release" / "lengen.json"
     info = json.loads(note.read_text())
+    command = ["/home/someone/pretrain_gpt.py", "--lr", "2e-5", "--save", "/home/someone/secret"]
+    info |= {"consumed_samples": 100, "command": [*command, "--load=/home/someone/secret"]}
     info["arguments"] = {
-        "training": {"lr": 2e-5, "data_path": ["/home/someone/secret"]},
+        "training": {"lr": 2e-5, "seq_length": 64, "data_path": ["/home/someone/secret"]},
         "model": {"dropout_variant": "vpad", "dropout_rate": 0.3, "dropout_layers": None},
     }
     note.write_text(json.dumps(info))
@@ -154,6 +156,8 @@ def test_the_card_tells_how_it_was_trained(checkpoint_folder, tmp_path):
     card = (tmp_path / "my-model" / "README.md").read_text()
     assert "# my-model" in card and "| dropout_variant | vpad |" in card
     assert "| lr | 2e-05 |" in card and "dropout_layers" not in card and "secret" not in card
+    assert "| dropout_rate | 0.3 |" in card and "| tokens | 6400 |" in card
+    assert "python pretrain_gpt.py --lr 2e-5 --save ... --load=..." in card
     assert "3 layers see the last 8 tokens, 1 see everything" in card
 
 

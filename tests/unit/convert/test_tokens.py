@@ -9,6 +9,7 @@ from megatron_lengen.convert.to_hf import checkpoint_to_hf
 from megatron_lengen.convert.to_megatron import hf_to_checkpoint
 from megatron_lengen.convert.tokens import within_vocabulary
 from megatron_lengen.data.tokenizer import SentencePieceTokenizer, build_tokenizer
+from megatron_lengen.errors import BadInput
 
 TEXTS = ["the cat sat", "  two  spaces", "digits 1234", "naïve café", "line\nbreak", "<s> </s>"]
 
@@ -94,3 +95,35 @@ def test_ids_outside_of_the_vocabulary_are_not_written(tmp_path):
     assert lines[0] == "pad_token_id 101 is outside of the vocabulary: written as None"
     kept = within_vocabulary({"eos_token_id": [1, 500], "bos_token_id": -1}, 101)
     assert kept == {"eos_token_id": [1], "bos_token_id": None, "pad_token_id": None}
+
+
+def test_settings_of_generation_go_round_byte_for_byte(tmp_path):
+    """Temperatures and lists of end tokens too; only ids that nothing can emit are left out."""
+    random_smollm3(tmp_path / "hf")
+    file = tmp_path / "hf" / "generation_config.json"
+    settings = {
+        "do_sample": True,
+        "eos_token_id": [1, 7],
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "transformers_version": "4.0.0",
+    }
+    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    options = {"verify": False, "report": silent, "force": True}
+    hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", **options)
+
+    def exported(**settings):
+        checkpoint_to_hf(tmp_path / "c", tmp_path / "o", settings=settings, **options)
+        return tmp_path / "o" / "generation_config.json"
+
+    assert exported().read_bytes() == file.read_bytes()
+    assert json.loads(exported(eos_token_id=3).read_text()) == {**settings, "eos_token_id": 3}
+    file.write_text(json.dumps({"eos_token_id": [7, 101], "top_k": 5}))
+    hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", **options)
+    assert json.loads(exported().read_text()) == {"eos_token_id": [7], "top_k": 5}
+    file.unlink()
+    hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", **options)
+    assert json.loads(exported().read_text()) == {"eos_token_id": 1}
+    file.write_text("{")
+    with pytest.raises(BadInput, match=r"generation_config\.json: damaged"):
+        hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", **options)
