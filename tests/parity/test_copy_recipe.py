@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,14 +17,22 @@ SCRIPT = ROOT / "examples" / "copy_mamba2.sh"
 NAMES = ["wd", "no_wd", "pl_d", "vpad"]
 
 
-def run(out: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script with the interpreter of this test and so few steps that it takes a minute."""
+def start(out: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start the script with this test's interpreter and so few steps that it takes a minute."""
     small = {"STEPS": "3", "SAMPLES": "4", "SEEDS": "5", "RUNS": "no_wd vpad"}
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "SLURM"))}
     environment = clean | small | {"PYTHON": sys.executable, "OUT": str(out)} | variables
-    return subprocess.run(
-        ["bash", str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=600
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        ["bash", str(SCRIPT)], env=environment, stdout=pipe, stderr=pipe, text=True
     )
+
+
+def run(out: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Start it and wait."""
+    running = start(out, **variables)
+    said = running.communicate(timeout=600)
+    return subprocess.CompletedProcess(running.args, running.returncode, *said)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +94,23 @@ def test_the_settings_differ_in_dropout_alone(finished: tuple[Path, str]) -> Non
         "vpad-6": (0, "vpad", 0.1, 6),
     }
     assert len(set(losses.values())) == 3
+
+
+def test_a_signal_lets_both_models_save(tmp_path: Path) -> None:
+    running = start(tmp_path, STEPS="100000")
+    assert running.stdout is not None
+    waiting = {"[no_wd-5] 1 processes", "[vpad-5] 1 processes"}
+    for line in running.stdout:
+        waiting = {words for words in waiting if not line.startswith(words)}
+        if not waiting:
+            break
+    running.send_signal(signal.SIGTERM)
+    said, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, said + errors
+    assert "started again, this recipe goes on here" in errors and "report" not in said
+    for name in ("no_wd-5", "vpad-5"):
+        saved = (tmp_path / name / "latest_checkpointed_iteration.txt").read_text()
+        assert 0 < int(saved) < 100000
 
 
 def test_the_paper_run_is_printed_whole() -> None:

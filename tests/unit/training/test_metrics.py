@@ -151,6 +151,7 @@ def test_tensorboard(tmp_path):
     reporter = Reporter(settings_of(f"--tensorboard-dir {tmp_path}"), 1, Progress())
     reporter.step(Progress(1, 4), RESULT)
     reporter.validation(Progress(1, 4), 2 / 3)
+    reporter.validation(Progress(2, 8), None, {"copy_exact_match_30": 12.5})
     reporter.close()
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
@@ -159,6 +160,8 @@ def test_tensorboard(tmp_path):
     )
     (loss,) = events.Scalars("validation/lm_loss")
     assert loss.step == 1 and loss.value == pytest.approx(2 / 3)
+    (score,) = events.Scalars("validation/copy_exact_match_30")
+    assert score.step == 2 and score.value == 12.5
 
 
 @pytest.mark.parametrize(
