@@ -18,17 +18,21 @@ from torch import Tensor, nn
 from megatron_lengen.convert.lengen import register_lengen
 from megatron_lengen.convert.loading import quiet_transformers
 from megatron_lengen.data.hub import check_on_hub
-from megatron_lengen.errors import BadInput
+from megatron_lengen.errors import BadInput, require
 from megatron_lengen.evaluation.attention import ATTENTION_NAME, register_attention
+from megatron_lengen.evaluation.native import (
+    LOGIT_BUDGET,
+    NativeModel,
+    is_mamba2,
+    load_checkpoint,
+)
 from megatron_lengen.evaluation.sources import ModelSource
+from megatron_lengen.runtime import host
 
 if TYPE_CHECKING:
     from megatron_lengen.data.tokenizer import Tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-# Elements of fp32 logits that exist at a time (128 MiB).
-_LOGIT_BUDGET = 1 << 25
 
 
 @dataclass
@@ -87,7 +91,7 @@ class EvaluationModel:
         ids = ids.to(self.device)
         rows, length = ids.shape
         if chunk is None:
-            chunk = max(1, _LOGIT_BUDGET // (rows * self.model.config.vocab_size))
+            chunk = max(1, LOGIT_BUDGET // (rows * self.model.config.vocab_size))
         losses = torch.empty(rows, length - 1)
         for start in range(0, length - 1, chunk):
             end = min(start + chunk, length - 1)
@@ -145,8 +149,12 @@ class EvaluationModel:
         return ids.to(self.device)
 
 
-def load_model(source: ModelSource, device: str = "auto", dtype: str = "auto") -> EvaluationModel:
+def load_model(
+    source: ModelSource, device: str = "auto", dtype: str = "auto"
+) -> EvaluationModel | NativeModel:
     """Load a model for evaluation: weights checked, the package's attention in place.
+
+    Mamba2 runs in our own form, which carries its state through long rows.
 
     Args:
         source: from `sources.find_model`.
@@ -160,6 +168,10 @@ def load_model(source: ModelSource, device: str = "auto", dtype: str = "auto") -
     kind = ("bf16" if place.type == "cuda" else "fp32") if dtype == "auto" else dtype
     if kind not in DTYPES:
         raise BadInput(f"--dtype: found {dtype}; allowed: auto, {', '.join(DTYPES)}")
+    if is_mamba2(source):
+        require(place == host.device(), f"--device: found {device}; allowed: {host.device()}")
+        require(kind != "fp16", "--dtype: found fp16; allowed for Mamba2: fp32, bf16")
+        return load_checkpoint(source, DTYPES[kind])
     if source.kind == "megatron":
         from megatron_lengen.convert.to_hf import load_checkpoint_as_hf
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatron_lengen.data.tokenizer import Tokenizer
     from megatron_lengen.evaluation.model import EvaluationModel
+    from megatron_lengen.evaluation.native import NativeModel
 
 
 @dataclass
@@ -96,7 +97,7 @@ def long_documents(
     return found
 
 
-def position_losses(model: EvaluationModel, rows: list[list[int]]) -> torch.Tensor:
+def position_losses(model: EvaluationModel | NativeModel, rows: list[list[int]]) -> torch.Tensor:
     """Loss at every position of every document.
 
     Args:
@@ -156,7 +157,7 @@ def summarize(losses: torch.Tensor, ranges: list[tuple[int, int]]) -> list[dict[
 
 
 def evaluate_position_loss(
-    model: EvaluationModel,
+    model: EvaluationModel | NativeModel,
     documents: LongDocuments,
     bucket: int | None = None,
     train_length: int | None = None,

@@ -8,7 +8,8 @@ only. So a batch gives what its prompts give one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -118,12 +119,26 @@ def _forward(
     model: InferenceModel, tokens: Tensor, cache: StaticInferenceContext, documents: Tensor | None
 ) -> Tensor:
     """Logits of the last of some more tokens, which then are in the cache."""
+    with more_tokens(cache, tokens.shape[1], documents):
+        return model.last_logits(tokens, cache)
+
+
+@contextmanager
+def more_tokens(
+    cache: StaticInferenceContext, count: int, documents: Tensor | None = None
+) -> Iterator[None]:
+    """A forward of tokens that follow those in the cache, which has them afterwards.
+
+    Args:
+        count: of tokens in a row.
+        documents: [b, tokens in the cache with the new ones], or None for one document.
+    """
     set_first_position(cache.sequence_len_offset)
     set_documents(documents)
     try:
-        return model.last_logits(tokens, cache)
+        yield
     finally:
-        cache.sequence_len_offset += tokens.shape[1]
+        cache.sequence_len_offset += count
         set_first_position(0)
         set_documents(None)
 

@@ -116,9 +116,17 @@ class InferenceModel(nn.Module):
     @torch.no_grad()
     def last_logits(self, tokens: Tensor, cache: StaticInferenceContext) -> Tensor:
         """[b, s] token ids that follow those in the cache -> [b, vocab_size] fp32 logits of the
-        last; the cache gets their keys and values, its offset stays."""
+        last; the cache gets what they leave behind, its offset stays."""
+        return self.cached_logits(tokens, cache, last_only=True)[:, -1]
+
+    @torch.no_grad()
+    def cached_logits(
+        self, tokens: Tensor, cache: StaticInferenceContext, last_only: bool = False
+    ) -> Tensor:
+        """The same of every token, [b, s, vocab_size], or [b, 1, vocab_size] with `last_only`."""
         first = cache.sequence_len_offset
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        cache.materialize_only_last_token_logits = last_only
         logits = self.model(
             tokens,
             positions.expand_as(tokens),
@@ -126,7 +134,7 @@ class InferenceModel(nn.Module):
             inference_context=cache,
             runtime_gather_output=True,
         )
-        return logits[:, -1, : self.config.vocab_size].float()
+        return logits[..., : self.config.vocab_size].float()
 
 
 def build_for_inference(

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 HERE = Path(__file__).resolve().parent
-# This folder's inspect.py must not stand for Python's own module of that name.
-sys.path[:] = [str(HERE.parents[1]), *(p for p in sys.path if p != str(HERE))]
+# Last: this folder's inspect.py must not stand for Python's own module of that name.
+sys.path.sort(key=str(HERE).__eq__)
+sys.path.insert(0, str(HERE.parents[1]))
 
 from megatron_lengen.errors import BadInput, require, run_main
 
