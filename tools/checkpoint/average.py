@@ -14,10 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 # Last: this folder's inspect.py must not stand for Python's own module of that name.
-sys.path.sort(key=str(HERE).__eq__)
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_lengen.errors import Parser, run_main
 
