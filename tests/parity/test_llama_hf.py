@@ -101,7 +101,7 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "rotary", "settings"), CASES.values(), ids=CASES)
-@pytest.mark.usefixtures("process_groups")
+@pytest.mark.usefixtures("own_process_group")
 def test_in_and_out(name, rotary, settings, tmp_path):
     theirs = make_folder(tmp_path / "hf", name, rotary, settings)
     there = hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", report=silent)

@@ -79,7 +79,7 @@ def text_of(original: Path) -> tuple[Any, str]:
 
 
 def test_logits_are_equal_at_several_lengths(
-    original: Path, checkpoint: Path, theirs: Any, process_groups: None
+    original: Path, checkpoint: Path, theirs: Any, own_process_group: None
 ) -> None:
     opened = open_checkpoint(checkpoint)
     ours = build_for_inference(opened.config(), lambda key: opened.read(key).float())
