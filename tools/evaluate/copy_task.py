@@ -52,12 +52,6 @@ def main() -> int:
     args = build_parser().parse_args()
     require(0 <= args.seed < 2**64, f"--seed: found {args.seed}; allowed: 0 to 2**64 - 1")
     source = sources.find_model(args.model, args.iteration, args.revision)
-    if source.kind == "megatron":
-        require(
-            args.device == "auto" and args.dtype in ("auto", "fp32"),
-            f"--device {args.device} --dtype {args.dtype}: a checkpoint is computed in fp32 on the "
-            "GPU, where there is one; allowed: auto, or a Hugging Face folder",
-        )
     settings = {
         "task": "copy_task",
         "model": source.identity(),
@@ -89,15 +83,12 @@ def evaluate(
 ) -> dict:
     """Load and measure."""
     from megatron_lengen.data.copy_task import parse_lengths
-    from megatron_lengen.evaluation import copy_task, native
+    from megatron_lengen.evaluation import copy_task
     from megatron_lengen.evaluation import model as models
 
     trained = parse_lengths(train_lengths, "--train-lengths") if train_lengths else None
     copy_task.check_tokenizer(models.load_tokenizer(source, args.tokenizer))
-    if source.kind == "megatron":
-        model: native.NativeModel | models.EvaluationModel = native.load_checkpoint(source)
-    else:
-        model = models.load_model(source, args.device, args.dtype)
+    model = models.load_model(source, args.device, args.dtype)
     scores = copy_task.evaluate_copy(
         model, args.lengths, args.samples, args.seed, args.batch_tokens, trained
     )
