@@ -16,9 +16,10 @@ LOSS, NORM = 1e-5, 1e-4  # relative
 # attention, with everything that attention and its positions can do.
 DROPOUT = {
     "vpad": "--dropout-variant vpad --dropout-rate 0.3",
-    "pre_norm": "--dropout-variant pre_norm --dropout-rate 0.1",
-    "everywhere": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d"
+    "pre_norm": "--dropout-variant pre_norm --dropout-rate 0.1"
     " --use-rope-scaling --original-max-position-embeddings 16",
+    "everywhere": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d"
+    " --rotary-seq-len-interpolation-factor 3",
     "attached": "--dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to q,k,v,o,g,u,d"
     " --dropout-no-detach-alpha --dropout-no-detach-beta"
     " --rotary-seq-len-interpolation-factor 3",

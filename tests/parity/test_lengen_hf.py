@@ -118,14 +118,16 @@ def test_logits_agree_and_the_round_trip_is_bitwise(family, settings, tmp_path):
     ).read_text()
 
 
-def test_yarn_put_on_the_way_acts_in_both_directions(tmp_path):
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear"])
+def test_scaling_put_on_the_way_acts_in_both_directions(kind, tmp_path):
     random_checkpoint(tmp_path / "c", **SMOLLM3)
-    settings = parse_settings(['rope_parameters={"rope_type": "yarn", "factor": 4}'])
+    settings = parse_settings([f'rope_parameters={{"rope_type": "{kind}", "factor": 4}}'])
     tokens = torch.arange(60) % 101
     checkpoint_to_hf(tmp_path / "c", tmp_path / "o", settings=settings, report=silent)
     hf_to_checkpoint(tmp_path / "o", tmp_path / "again", report=silent)
     opened = open_checkpoint(tmp_path / "again")
-    assert opened.config().original_max_position_embeddings == 128
+    original = opened.config().original_max_position_embeddings
+    assert original == (None if kind == "linear" else 128)
     with torch.inference_mode():
         found = load_checkpoint_as_hf(tmp_path / "again")(tokens[None]).logits[0]
     assert (found - reference_logits(opened.config(), opened.read, tokens)).abs().max() < 1e-4
