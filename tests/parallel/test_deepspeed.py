@@ -292,6 +292,13 @@ def test_a_checkpoint_converts_to_hugging_face(folder, tmp_path):
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("run", ["sp-z3", "dp-z1", "dp-z3off"])
+def test_the_converter_reads_what_any_reader_does(folder, run):
+    expected, opened = weights(folder / f"{run}.ck"), open_checkpoint(folder / f"{run}.ck")
+    assert set(opened.model_keys) == expected.keys()
+    assert all(torch.equal(opened.read(key), tensor) for key, tensor in expected.items())
+
+
 @pytest.mark.parametrize(
     "layout, name, flags, says",
     [

@@ -22,6 +22,8 @@ from megatron_lengen.convert.smollm3 import SmolLM3
 from megatron_lengen.convert.to_hf import checkpoint_to_hf, load_checkpoint_as_hf
 from megatron_lengen.convert.to_megatron import hf_to_checkpoint
 from megatron_lengen.convert.verify import VerificationError
+from megatron_lengen.generation.generate import generate
+from megatron_lengen.models.build import build_for_inference
 from megatron_lengen.runtime import host
 
 IRREGULAR = [1, 0, 1, 1, 0, 1, 1, 0]
@@ -83,6 +85,30 @@ def test_both_agree_with_the_definition(model_folder, tmp_path):
     expected = reference_logits(opened.config(), opened.read, tokens)
     assert theirs.shape == expected.shape == (20, 1001)
     assert (theirs - expected).abs().max() < 1e-4
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_greedy_continuations_agree(model_folder, tmp_path):
+    """64 tokens, beyond the window, with our cache and with transformers', of what was exported."""
+    from transformers import AutoModelForCausalLM
+
+    hf_to_checkpoint(model_folder, tmp_path / "c", verify=False, report=silent)
+    checkpoint_to_hf(tmp_path / "c", tmp_path / "o", verify=False, report=silent)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "o")
+    assert theirs.generation_config.eos_token_id == 1
+    theirs.generation_config.eos_token_id = None  # so that all 64 are compared
+    prompt = torch.tensor([[3, 14, 15, 92, 65, 358, 97]])
+    # Transformers' cache of a window of one keeps every key ([-0:]).
+    options = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "use_cache": theirs.config.sliding_window != 1,
+    }
+    with torch.inference_mode():
+        continued = theirs.generate(prompt, max_new_tokens=64, **options)
+    opened = open_checkpoint(tmp_path / "c")
+    ours = build_for_inference(opened.config(), opened.read)
+    assert generate(ours, prompt.tolist(), 64) == [continued[0, prompt.shape[1] :].tolist()]
 
 
 def test_tied_weights_share_their_storage(model_folder, tmp_path):
