@@ -103,7 +103,7 @@ class Theirs:
                 )
             return tensor.to(host.device(), torch.float32)
 
-        load_by_layer(model, model.get_decoder().layers, value)
+        load_by_layer(model, model.base_model.layers, value)
         return model, report
 
 
