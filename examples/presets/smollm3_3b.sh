@@ -6,6 +6,7 @@
 #   HELDOUT   long documents for the loss by position (.jsonl, .txt, .parquet)
 #   TP, PP    tensor- and pipeline-parallel sizes (default 1)
 
+NEEDS=(BASE DATA)
 LENGTH=4096
 WINDOW=4096
 CPT_ITERS="${CPT_ITERS:-954}"    # x 256 rows x 4096 tokens = 1.0B tokens

@@ -2,6 +2,7 @@
 # The shape is SmolLM3's: grouped-query attention, SwiGLU, tied embeddings, rotary layers that get
 # a window of the training length, every fourth layer without positions and global.
 
+NEEDS=()
 LENGTH=256    # training length in tokens; evaluation goes to 16 times this
 WINDOW=256    # window of the rotary layers in keys, equal to the length as in the paper
 VOCABULARY=2048
