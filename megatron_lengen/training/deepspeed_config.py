@@ -70,6 +70,11 @@ def check_features(
         require(
             not asked, f"{flag_of(name)}: not with --engine deepspeed; allowed: --engine megatron"
         )
+    require(
+        not (model.bf16 and model.decoder == "mamba2"),
+        "--bf16: not with --engine deepspeed, which would cast A_log, D and dt_bias too; allowed: "
+        "--engine megatron",
+    )
 
 
 def resolve(

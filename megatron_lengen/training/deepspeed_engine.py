@@ -22,7 +22,6 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from megatron_lengen.data.datasets import Batch
-from megatron_lengen.errors import require
 from megatron_lengen.runtime import host
 from megatron_lengen.training import checkpoint, deepspeed_state
 from megatron_lengen.training.arguments import Settings
@@ -41,12 +40,6 @@ class DeepSpeedEngine:
         (chunk,) = chunks
         if settings.model.bf16:
             chunk = Float16Module(settings.model, chunk)
-            kept = [n for n, p in chunk.named_parameters() if p.dtype != torch.bfloat16]
-            require(  # DeepSpeed would cast them
-                not kept,
-                f"--bf16: not with --engine deepspeed for parameters that stay fp32 ({kept[:1]}); "
-                "allowed: --engine megatron",
-            )
         self.settings = settings
         self.chunks = [chunk.train()]
         _sum_partial_gradients(settings, chunk)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from launcher import Run, curve, dumps, train
 
+from megatron_lengen.compat import is_installed
+
 STEPS = "--train-iters 20"
 FEWER = 6  # enough where nothing is rounded
 LOSS, NORM = 1e-5, 1e-4  # relative
@@ -132,3 +134,16 @@ def test_what_every_rank_holds_stays_bitwise_equal(folder, layout):
     assert any(name.endswith("conv1d.bias.C") for name in replicated)
     for name in replicated:
         assert torch.equal(one["parameters"][name], other["parameters"][name]), name
+
+
+@pytest.mark.skipif(
+    not is_installed("deepspeed"), reason="requirements/deepspeed.txt is not installed"
+)
+def test_deepspeed_computes_the_same(folder):
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    flags = f"{STEPS} {SP} {KINDS['vpad']} --engine deepspeed --deepspeed-config FOLDER/ds.json"
+    train(folder, 2, [Run("deepspeed", flags, decoder="mamba2")])
+    expected, found = folder / "single-vpad.jsonl", folder / "deepspeed.jsonl"
+    torch.testing.assert_close(curve(found), curve(expected), rtol=LOSS, atol=0)
+    norms = curve(found, "grad_norm"), curve(expected, "grad_norm")
+    torch.testing.assert_close(*norms, rtol=NORM, atol=0)

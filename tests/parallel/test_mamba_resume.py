@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import Run, curve, dumps, stored, train
+from launcher import Run, argv, curve, dumps, stored, train
+
+from megatron_lengen.training.arguments import parse_settings
 
 ITERATIONS = "--train-iters 10 --dropout-variant vpad --dropout-rate 0.2"
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -93,3 +95,35 @@ def test_numbers_of_heads_are_fp32_in_model_checkpoint_and_optimizer(folder, kin
         states = stored(folder / f"{kind}-{layout}.ck", 5, prefix)
         names = [name for name in states if name.endswith(OF_HEADS)]
         assert len(names) == 12 and all(states[name].dtype == torch.float32 for name in names)
+
+
+def test_a_converted_model_is_hugging_faces_on_every_layout(tmp_path):
+    """Report 14 of the field: the first loss from transformers' weights, by its own forward."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    from megatron_lengen.convert.to_megatron import hf_to_checkpoint
+    from megatron_lengen.data.datasets import build_datasets
+
+    torch.manual_seed(0)
+    model = Mamba2ForCausalLM(
+        Mamba2Config(vocab_size=101, hidden_size=32, num_heads=8, head_dim=8, state_size=12,
+                     n_groups=2, num_hidden_layers=4, chunk_size=16, tie_word_embeddings=True,
+                     bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    ).eval()  # fmt: skip
+    model.save_pretrained(tmp_path / "hf")
+    hf_to_checkpoint(tmp_path / "hf", tmp_path / "hf.ck", verify=False, report=lambda _: None)
+    flags = "--train-iters 1 --lr-warmup-iters 0 --load FOLDER/hf.ck"
+    for processes, layouts in ((1, ("1",)), (2, ("sp", "vpp"))):
+        runs = [Run(name, f"{flags} {LAYOUTS[name][1]}", False, "mamba2") for name in layouts]
+        train(tmp_path, processes, runs)
+    settings = parse_settings(argv(flags.replace("FOLDER", str(tmp_path)), "mamba2"), "", "mamba2")
+    rows, _ = build_datasets(settings.tokenizer, 24, settings.model.seed, (8, 0))
+    batch = [rows[i] for i in range(8)]
+    tokens, labels = (torch.stack([row[key] for row in batch]) for key in ("tokens", "labels"))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).double()
+    for name in ("1", "sp", "vpp"):
+        torch.testing.assert_close(
+            curve(tmp_path / f"{name}.jsonl")[0], expected, rtol=1e-5, atol=0, msg=name
+        )

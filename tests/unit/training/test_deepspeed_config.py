@@ -198,6 +198,14 @@ def test_what_the_other_engine_does(resolve, monkeypatch, flags, says):
     assert refused(resolve, {}, flags).startswith(f"{says} --engine deepspeed")
 
 
+def test_numbers_that_stay_fp32_are_megatrons(tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    flags = f"--engine deepspeed --deepspeed-config {tmp_path / 'ds.json'}"
+    assert settings_of(flags, decoder="mamba2").deepspeed is not None
+    with pytest.raises(BadInput, match="--bf16: not with --engine deepspeed, which would cast"):
+        settings_of(f"{flags} --bf16", decoder="mamba2")
+
+
 def test_the_two_flags_go_together(tmp_path):
     with pytest.raises(BadInput, match="--engine deepspeed: needs --deepspeed-config"):
         settings_of("--engine deepspeed")
