@@ -36,7 +36,8 @@ WATCH = """
 import resource, subprocess, sys, time
 start = time.perf_counter()
 code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
-print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+print(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss)
 sys.exit(code)
 """
 FORMS = ("one file", "shards", ".bin")
@@ -159,22 +160,22 @@ def warm(folder: Path) -> None:
     os.sync()
 
 
-def seconds_to_copy(source: Path, target: Path) -> float:
-    """Copy all files to an empty place on the same disk, for good."""
+def copy(source: Path, target: Path) -> tuple[float, float]:
+    """Copy all files to an empty place on the same disk, for good; seconds, and of a CPU."""
     warm(source)
     target.mkdir()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     for number, path in enumerate(files_of(source)):
         shutil.copyfile(path, target / str(number))
         with open(target / str(number), "rb") as file:
             os.fsync(file.fileno())
-    taken = time.perf_counter() - start
+    taken = time.perf_counter() - start, time.process_time() - used
     shutil.rmtree(target)
     return taken
 
 
-def convert(way: str, source: Path, target: Path, *flags: str) -> tuple[float, int]:
-    """Seconds of a fresh process, and the most memory that it had, in bytes."""
+def convert(way: str, source: Path, target: Path, *flags: str) -> tuple[float, float, int]:
+    """Seconds of a fresh process, those of a CPU, and the most memory that it had, in bytes."""
     shutil.rmtree(target, ignore_errors=True)
     warm(source)
     command = [sys.executable, TOOL, way, "--load", source, "--save", target, *flags]
@@ -182,16 +183,21 @@ def convert(way: str, source: Path, target: Path, *flags: str) -> tuple[float, i
         [sys.executable, "-c", WATCH, *map(str, command)], stdout=subprocess.PIPE, text=True
     )
     require(done.returncode == 0, f"convert.py {way}: exit code {done.returncode}")
-    seconds, kilobytes = done.stdout.split()[-2:]
-    return float(seconds), int(kilobytes) * 1024
+    seconds, cpu, kilobytes = done.stdout.split()[-3:]
+    return float(seconds), float(cpu), int(kilobytes) * 1024
 
 
 def measure(args: argparse.Namespace, place: Path) -> Iterator[dict[str, Any]]:
     """One record for each way and form of the source."""
     flags = ["--no-verify"] + (["--workers", str(args.workers)] if args.workers else [])
     make_model(place / "tiny", 1, "one file")
-    start = min(convert("to-megatron", place / "tiny", place / "out", *flags)[0] for _ in "ab")
-    start -= seconds_to_copy(place / "tiny", place / "copy")
+    # Importing PyTorch and Megatron-Core takes seconds, whatever the model.
+    starts = [convert("to-megatron", place / "tiny", place / "out", *flags) for _ in "ab"]
+    small = copy(place / "tiny", place / "copy")
+    start, start_cpu = (
+        min(two) - less
+        for two, less in zip(list(zip(*starts, strict=True))[:2], small, strict=True)
+    )
     layers, release = layers_for(args.size), place / "release"
     for form in (*FORMS, None):
         way, source, target = "to-megatron", place / "source", release
@@ -201,26 +207,28 @@ def measure(args: argparse.Namespace, place: Path) -> Iterator[dict[str, Any]]:
             shutil.rmtree(source, ignore_errors=True)
             make_model(source, layers, form)
         size = sum(path.stat().st_size for path in files_of(source))
-        copied, taken, peak = [], [], 0
+        copies, runs = [], []
         for _ in range(args.repeat):
-            copied.append(seconds_to_copy(source, place / "copy"))
-            seconds, memory = convert(way, source, target, *flags)
-            taken.append(seconds)
-            peak = max(peak, memory)
+            copies.append(copy(source, place / "copy"))
+            runs.append(convert(way, source, target, *flags))
+        copied, copied_cpu = map(min, zip(*copies, strict=True))
+        taken, cpu, _ = map(min, zip(*runs, strict=True))
         record = {
             "way": way,
             "source": form or "checkpoint",
             "bytes": size,
-            "copy_seconds": min(copied),
-            "seconds": min(taken),
+            "copy_seconds": copied,
+            "seconds": taken,
             "start_seconds": start,
-            "speed_to_copying": min(copied) / min(taken),
-            "speed_to_copying_once_started": min(copied) / (min(taken) - start),
-            "peak_bytes": peak,
+            "speed_to_copying": copied / taken,
+            "speed_to_copying_once_started": copied / (taken - start),
+            "copy_cpu_seconds": copied_cpu,
+            "cpu_seconds_once_started": cpu - start_cpu,
+            "peak_bytes": max(memory for *_, memory in runs),
         }
         if args.verify and form in (None, FORMS[0]):
             verified = convert(way, source, target, *flags[1:])
-            record |= {"verified_seconds": verified[0], "verified_peak_bytes": verified[1]}
+            record |= {"verified_seconds": verified[0], "verified_peak_bytes": verified[2]}
         yield record
 
 
@@ -228,13 +236,14 @@ def table(records: list[dict[str, Any]]) -> str:
     """The records as text."""
     lines = [
         f"{'way':<12} {'source':<11} {'GB':>5} {'copy, s':>8} {'all, s':>7} {'start, s':>8} "
-        f"{'speed':>6} {'started':>7} {'peak, MB':>8}"
+        f"{'speed':>6} {'started':>7} {'CPU, s':>7} {'copy':>5} {'peak, MB':>8}"
     ]
     for row in records:
         line = (
             f"{row['way']:<12} {row['source']:<11} {row['bytes'] / 1e9:>5.2f} "
             f"{row['copy_seconds']:>8.2f} {row['seconds']:>7.2f} {row['start_seconds']:>8.2f} "
             f"{row['speed_to_copying']:>6.2f} {row['speed_to_copying_once_started']:>7.2f} "
+            f"{row['cpu_seconds_once_started']:>7.2f} {row['copy_cpu_seconds']:>5.2f} "
             f"{row['peak_bytes'] / 1e6:>8.0f}"
         )
         if "verified_seconds" in row:
@@ -256,7 +265,7 @@ def main() -> int:
         needed = 4.2 * args.size * 1e9
         require(free > needed, f"--size: {needed / 1e9:.0f} GB needed, {free / 1e9:.0f} GB free")
         records = list(measure(args, Path(place)))
-    print("speed: that of a conversion, in parts of a copy's; started: without the start")
+    print("speed: that of a conversion, in parts of a copy's; started, and CPU: without the start")
     print(table(records))
     if args.json:
         report = {"settings": vars(args), "results": records, "versions": versions()}
