@@ -1,0 +1,247 @@
+"""Tokens a second of a whole Mamba2, training and reading a prompt, against Hugging Face's.
+
+The same sizes, weights, tokens, precision (fp32) and optimizer (PyTorch's fused AdamW) for both. A
+training step is forward, loss, backward and update; a prompt is read in evaluation, with the logits
+of its last token and the states from which generation goes on. The two run in turn, and the
+shortest of each one's times counts. Ratios are Hugging Face's time to ours.
+
+Example:
+    python tools/benchmark/mamba.py --preset tiny --json mamba.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lengen.compat import is_installed, versions
+from megatron_lengen.errors import Parser, missing_package, require, run_main
+
+# Of a preset: layers, hidden size, heads, channels of a head, state, vocabulary, rows, tokens.
+_NAMES = ("layers", "hidden", "heads", "head_dim", "state", "vocab", "batch", "length")
+PRESETS = {
+    "tiny": (3, 128, 8, 32, 64, 30, 64, 43),
+    "text": (4, 128, 8, 32, 64, 2048, 16, 128),
+    "85m": (12, 768, 24, 64, 128, 50288, 1, 1024),
+}
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="mamba.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, default="text", help="sizes (default: text)")
+    for name in _NAMES:
+        flag = name.replace("_", "-")
+        parser.add_argument(f"--{flag}", type=int, help="instead of the preset's")
+    parser.add_argument("--threads", type=int, default=1, help="threads (default: 1)")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--vpad", type=float, metavar="P", help="train ours with VPAD, too")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    return parser
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    """The preset's sizes with those that were given."""
+    sizes = dict(zip(_NAMES, PRESETS[args.preset], strict=True))
+    sizes.update({n: getattr(args, n) for n in _NAMES if getattr(args, n) is not None})
+    for name, value in {**sizes, "threads": args.threads, "repeat": args.repeat}.items():
+        flag = name.replace("_", "-")
+        require(value >= 1, f"--{flag}: found {value}; allowed: 1 or more")
+    inner = sizes["heads"] * sizes["head_dim"]
+    require(
+        inner % sizes["hidden"] == 0,
+        f"--hidden: found {sizes['hidden']}; allowed: divisors of the heads' {inner} channels",
+    )
+    return sizes
+
+
+class HuggingFace:
+    """transformers' model."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        from transformers import Mamba2Config, Mamba2ForCausalLM, logging
+
+        logging.set_verbosity_error()  # it says for each of its kernels that there is none
+        torch.manual_seed(0)
+        config = Mamba2Config(
+            vocab_size=sizes["vocab"],
+            hidden_size=sizes["hidden"],
+            num_hidden_layers=sizes["layers"],
+            num_heads=sizes["heads"],
+            head_dim=sizes["head_dim"],
+            expand=sizes["heads"] * sizes["head_dim"] // sizes["hidden"],
+            state_size=sizes["state"],
+            n_groups=1,
+            tie_word_embeddings=True,
+        )
+        self.model: nn.Module = Mamba2ForCausalLM(config)
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean over all tokens."""
+        logits = self.model(tokens, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """[b, V]: logits of the last token, with a cache."""
+        return self.model(tokens, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+class Ours:
+    """This package's model with the same weights."""
+
+    def __init__(self, sizes: dict[str, int], theirs: nn.Module, vpad: float | None) -> None:
+        from megatron.core import parallel_state
+
+        from megatron_lengen.config import LengenConfig
+        from megatron_lengen.models.build import build_chunks
+        from megatron_lengen.runtime import distributed
+
+        method = {"dropout_variant": "vpad", "dropout_rate": vpad} if vpad else {}
+        self.config = LengenConfig(
+            decoder="mamba2",
+            num_layers=sizes["layers"],
+            hidden_size=sizes["hidden"],
+            num_attention_heads=1,  # settled by the heads
+            mamba_num_heads=sizes["heads"],
+            mamba_head_dim=sizes["head_dim"],
+            mamba_state_dim=sizes["state"],
+            vocab_size=sizes["vocab"],
+            make_vocab_size_divisible_by=1,
+            seq_length=sizes["length"],
+            pipeline_dtype=torch.float32,
+            **method,
+        )
+        if not parallel_state.model_parallel_is_initialized():
+            distributed.start(self.config)
+        (self.model,) = build_chunks(self.config)
+        names = {
+            "embedding.word_embeddings.weight": "backbone.embeddings.weight",
+            "decoder.final_norm.weight": "backbone.norm_f.weight",
+        }
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                other = names.get(name, name.replace("decoder.", "backbone."))
+                parameter.copy_(theirs.get_parameter(other))
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean over all tokens."""
+        from megatron_lengen.layers.coordinates import set_samples
+
+        set_samples(range(tokens.shape[0]))
+        return self.model(tokens, self._positions(tokens), None, labels=labels).mean()
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """[b, V]: logits of the last token, with a cache."""
+        from megatron.core.inference.contexts.static_context import StaticInferenceContext
+
+        from megatron_lengen.models.build import InferenceModel
+
+        cache = StaticInferenceContext(*tokens.shape)
+        return InferenceModel(self.model, self.config).last_logits(tokens, cache)
+
+    @staticmethod
+    def _positions(tokens: Tensor) -> Tensor:
+        return torch.arange(tokens.shape[1]).expand_as(tokens)
+
+
+def training_step(side: Any, tokens: Tensor, labels: Tensor) -> Callable[[], float]:
+    """One step of a model in training, as a function that gives the loss."""
+    optimizer = torch.optim.AdamW(side.model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> float:
+        side.model.train()
+        optimizer.zero_grad()
+        loss = side.loss(tokens, labels)
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+def reading(side: Any, tokens: Tensor) -> Callable[[], Tensor]:
+    """A prompt read in evaluation."""
+
+    def read() -> Tensor:
+        side.model.eval()
+        with torch.no_grad():
+            return side.read(tokens)
+
+    return read
+
+
+def shortest(forms: list[Callable[[], object]], repeat: int) -> list[float]:
+    """Seconds of each, the shortest of rounds in turn."""
+    best = [float("inf")] * len(forms)
+    for form in forms:  # compile, build, touch the memory
+        form()
+    for _ in range(repeat):
+        for i, form in enumerate(forms):
+            start = time.perf_counter()
+            form()
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best
+
+
+def measure(args: argparse.Namespace, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """One result for each kind of work and model."""
+    torch.set_num_threads(args.threads)
+    generator = torch.Generator().manual_seed(0)
+    shape = (sizes["batch"], sizes["length"] + 1)
+    text = torch.randint(0, sizes["vocab"], shape, generator=generator)
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    theirs = HuggingFace(sizes)
+    sides: dict[str, Any] = {"ours": Ours(sizes, theirs.model, None), "Hugging Face": theirs}
+    if args.vpad:
+        sides["ours, VPAD"] = Ours(sizes, theirs.model, args.vpad)
+    found = []
+    # Reading first: while the weights are the same, so are the logits.
+    prompts = {name: reading(side, tokens) for name, side in sides.items()}
+    gap = (prompts["ours"]() - prompts["Hugging Face"]()).abs().max()
+    require(float(gap) < 1e-3, f"the two models differ: logits by {float(gap):.1e}")
+    steps = {name: training_step(side, tokens, labels) for name, side in sides.items()}
+    for kind, forms in (("prompt", prompts), ("training", steps)):
+        times = dict(zip(forms, shortest(list(forms.values()), args.repeat), strict=True))
+        for name, seconds in times.items():
+            speed, ratio = tokens.numel() / seconds, seconds / times["ours"]
+            found.append({"work": kind, "model": name, "tokens_per_second": speed, "ratio": ratio})
+    return found
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as text."""
+    lines = [f"{'work':<9} {'model':<13} {'tokens/s':>9} {'time to ours':>13}"]
+    for row in results:
+        speed, ratio = row["tokens_per_second"], row["ratio"]
+        lines.append(f"{row['work']:<9} {row['model']:<13} {speed:>9.0f} {ratio:>13.2f}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, print, write."""
+    args = build_parser().parse_args()
+    sizes = sizes_of(args)
+    if not is_installed("transformers"):
+        raise missing_package("transformers", "the comparison with Hugging Face")
+    results = measure(args, sizes)
+    print(f"{', '.join(f'{k} {v}' for k, v in sizes.items())}; fp32, threads: {args.threads}")
+    print(table(results))
+    if args.json:
+        settings = {**sizes, "threads": args.threads, "repeat": args.repeat}
+        report = {"settings": settings, "results": results, "versions": versions()}
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
