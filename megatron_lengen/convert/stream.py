@@ -59,6 +59,9 @@ class Pace:
         room = _Room(max((job.held for job in jobs), default=0))
         shown = sys.stderr.isatty() if self.progress is None else self.progress
         failed = threading.Event()
+        # Copies by PyTorch's own threads as well would make the workers wait for one another.
+        own_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         with _bar(sum(job.size for job in jobs), title, shown) as advance:
 
             def do(job: Job) -> None:
@@ -81,6 +84,7 @@ class Pace:
                 finally:
                     failed.set()  # also where the user has interrupted
                     pool.shutdown(cancel_futures=True)
+                    torch.set_num_threads(own_threads)
 
 
 def default_workers() -> int:
