@@ -28,7 +28,7 @@ from megatron_lengen.errors import BadInput, Fault
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
 LAYERS, HIDDEN, FFN, VOCABULARY = 16, 512, 2048, 8192
 LARGEST = 2 * VOCABULARY * HIDDEN  # bytes; of the embedding, and of gate and up together
-SLACK = 16 * 2**20  # of the allocator and of what is imported on the way
+SLACK = 24 * 2**20  # of the allocator and of what is imported on the way
 
 
 def silent(line):
