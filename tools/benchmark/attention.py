@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import multiprocessing
 import sys
 import time
@@ -29,9 +28,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from timing import write_report
 from torch import Tensor
 
-from megatron_lengen.compat import versions
 from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.ops.attention import attention, window_mask
 from megatron_lengen.ops.weighting import Weighting
@@ -299,10 +298,7 @@ def main() -> int:
         f"{args.device}, window {args.window}; forward + backward"
     )
     print(table(results))
-    if args.json:
-        settings = {k: v for k, v in vars(args).items() if k != "json"}
-        report = {"settings": settings, "results": results, "versions": versions()}
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    write_report(args.json, vars(args), results=results)
     return 0
 
 

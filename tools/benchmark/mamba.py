@@ -12,9 +12,7 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
+from timing import shortest, write_report
 from torch import Tensor, nn
 
-from megatron_lengen.compat import is_installed, versions
+from megatron_lengen.compat import is_installed
 from megatron_lengen.errors import Parser, missing_package, require, run_main
 
 # Of a preset: layers, hidden size, heads, channels of a head, state, vocabulary, rows, tokens.
@@ -180,19 +179,6 @@ def reading(side: Any, tokens: Tensor) -> Callable[[], Tensor]:
     return read
 
 
-def shortest(forms: list[Callable[[], object]], repeat: int) -> list[float]:
-    """Seconds of each, the shortest of rounds in turn."""
-    best = [float("inf")] * len(forms)
-    for form in forms:  # compile, build, touch the memory
-        form()
-    for _ in range(repeat):
-        for i, form in enumerate(forms):
-            start = time.perf_counter()
-            form()
-            best[i] = min(best[i], time.perf_counter() - start)
-    return best
-
-
 def measure(args: argparse.Namespace, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """One result for each kind of work and model."""
     torch.set_num_threads(args.threads)
@@ -236,10 +222,8 @@ def main() -> int:
     results = measure(args, sizes)
     print(f"{', '.join(f'{k} {v}' for k, v in sizes.items())}; fp32, threads: {args.threads}")
     print(table(results))
-    if args.json:
-        settings = {**sizes, "threads": args.threads, "repeat": args.repeat}
-        report = {"settings": settings, "results": results, "versions": versions()}
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    settings = {**sizes, "threads": args.threads, "repeat": args.repeat}
+    write_report(args.json, settings, results=results)
     return 0
 
 

@@ -11,7 +11,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
+from timing import write_report
 from torch import Tensor
 
-from megatron_lengen.compat import versions
 from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.ops import native
 from megatron_lengen.ops.mask import STEPS, MaskCoordinates
@@ -174,15 +173,7 @@ def main() -> int:
     kernels = "compiled" if native.load_library() is not None else "PyTorch operations"
     print(f"[{args.rows}, {args.hidden}] {args.dtype}, forward + backward; our kernels: {kernels}")
     print(table(results))
-    if args.json:
-        settings = {k: v for k, v in vars(args).items() if k != "json"}
-        report = {
-            "settings": settings,
-            "kernels": kernels,
-            "results": results,
-            "versions": versions(),
-        }
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    write_report(args.json, vars(args), kernels=kernels, results=results)
     return 0
 
 

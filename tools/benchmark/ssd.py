@@ -13,9 +13,7 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
+from timing import shortest, write_report
 from torch import Tensor, nn
 
-from megatron_lengen.compat import is_installed, versions
+from megatron_lengen.compat import is_installed
 from megatron_lengen.errors import Parser, missing_package, require, run_main
 from megatron_lengen.ops import native, ssd_chunks
 from megatron_lengen.ops.causal_conv import causal_conv1d
@@ -205,19 +204,6 @@ def matmul_speed(dtype: torch.dtype) -> float:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def shortest(forms: list[Callable[[], object]], repeat: int) -> list[float]:
-    """Seconds of each, the shortest of rounds in turn."""
-    best = [float("inf")] * len(forms)
-    for form in forms:  # compile, build, touch the memory
-        form()
-    for _ in range(repeat):
-        for i, form in enumerate(forms):
-            start = time.perf_counter()
-            form()
-            best[i] = min(best[i], time.perf_counter() - start)
-    return best
-
-
 def forward_only(form: Form) -> None:
     """As in evaluation."""
     with torch.no_grad():
@@ -284,15 +270,7 @@ def main() -> int:
         f"{args.head_dim}, state {args.state}; threads: {args.threads}; our kernels: {kernels}"
     )
     print(table(results))
-    if args.json:
-        settings = {k: v for k, v in vars(args).items() if k != "json"}
-        report = {
-            "settings": settings,
-            "kernels": kernels,
-            "results": results,
-            "versions": versions(),
-        }
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    write_report(args.json, vars(args), kernels=kernels, results=results)
     return 0
 
 
