@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,7 @@ from torch import Tensor
 from megatron_lengen.errors import BadInput
 
 _MOST_WORKERS = 4
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,12 @@ class Pace:
 def default_workers() -> int:
     """Threads that a disk can keep up with."""
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def free_at_once() -> None:
+    """Let this process return a tensor's memory when it is freed, not keep it for each thread."""
+    with suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 class _Room:

@@ -87,9 +87,10 @@ def main() -> int:
     # PyTorch then asks the kernel for large pages: fresh memory costs more than copying to it.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from megatron_lengen.convert.families import parse_renames, parse_settings
-    from megatron_lengen.convert.stream import Pace, default_workers
+    from megatron_lengen.convert.stream import Pace, default_workers, free_at_once
     from megatron_lengen.convert.verify import VerificationError
 
+    free_at_once()
     common = {
         "dtype": args.dtype,
         "settings": parse_settings(args.settings),

@@ -20,7 +20,7 @@ from megatron_lengen.convert.hf_folder import HFFolder
 from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.convert.safetensors_files import ShardWriter
 from megatron_lengen.convert.staging import staged_folder
-from megatron_lengen.convert.stream import Job, Pace
+from megatron_lengen.convert.stream import Job, Pace, free_at_once
 from megatron_lengen.convert.to_hf import checkpoint_to_hf, load_checkpoint_as_hf
 from megatron_lengen.convert.to_megatron import hf_to_checkpoint
 from megatron_lengen.errors import BadInput, Fault
@@ -28,7 +28,7 @@ from megatron_lengen.errors import BadInput, Fault
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
 LAYERS, HIDDEN, FFN, VOCABULARY = 16, 512, 2048, 8192
 LARGEST = 2 * VOCABULARY * HIDDEN  # bytes; of the embedding, and of gate and up together
-SLACK = 24 * 2**20  # of the allocator and of what is imported on the way
+SLACK = 16 * 2**20  # of the allocator and of what is imported on the way
 
 
 def silent(line):
@@ -91,6 +91,7 @@ def growth(work):
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         pytest.skip("the kernel does not reset the highest memory here")
+    free_at_once()
     before = memory("VmRSS")
     work()
     return memory("VmHWM") - before
