@@ -188,10 +188,13 @@ def draw(
     figure, panels = plt.subplots(1, len(_DRAWN), figsize=(11.0, 4.6), layout="constrained")
     for axes, (score, heading) in zip(panels, _DRAWN.items(), strict=True):
         spare = iter(OTHER_STYLES * len(variants))
-        for name, variant in variants.items():
+        longest = max(entry["length"] for v in variants.values() for entry in v["lengths"])
+        for index, (name, variant) in enumerate(variants.items()):
             color, style, marker = STYLES[name] if name in STYLES else next(spare)
+            # A little apart, so that error bars do not hide each other.
+            shift = (index - (len(variants) - 1) / 2) * longest / 120
             axes.errorbar(
-                [entry["length"] for entry in variant["lengths"]],
+                [entry["length"] + shift for entry in variant["lengths"]],
                 [entry[score]["mean"] for entry in variant["lengths"]],
                 yerr=[entry[score]["std"] or 0.0 for entry in variant["lengths"]],
                 color=color,
