@@ -44,8 +44,9 @@ def test_every_part_is_measured_and_written(tmp_path):
     assert len(done.stdout.splitlines()) == 2 + len(rows)
 
 
-@pytest.fixture(scope="module")
-def tool():
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # what the benchmarks share
     spec = importlib.util.spec_from_file_location("attention_benchmark", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
