@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from packaging.version import Version
 
@@ -33,6 +37,47 @@ def hide_unusable_packages() -> None:
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
         logger.warning("ignoring the package 'apex': it is not NVIDIA's")
         sys.modules["apex"] = None  # type: ignore[assignment]
+
+
+def compile_when_called() -> None:
+    """Let Megatron-Core's fused functions be compiled at their first call, not when they are
+    defined: the compiler takes a second to import, and most processes call none of them."""
+    sys.meta_path.insert(0, _LazyFuser())
+
+
+class _LazyFuser(importlib.abc.MetaPathFinder):
+    """Finds `megatron.core.jit` once, and changes what it decorates with."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "megatron.core.jit":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                module.jit_fuser = _compiled_when_called  # type: ignore[attr-defined]
+
+            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        import torch
+
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
 
 
 @functools.cache

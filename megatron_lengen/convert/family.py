@@ -141,6 +141,12 @@ class Family(ABC):
 
         return getattr(transformers, self.architecture_class)
 
+    def config_class(self) -> Any:
+        """The class of transformers' configurations; models, slow to import, are left alone."""
+        from transformers import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[self.name]
+
     def apply(self, hf: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         """`with_settings` after refusing unknown keys."""
         unknown = sorted(set(settings) - self.settable)

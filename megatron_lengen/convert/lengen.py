@@ -134,6 +134,9 @@ class Lengen(SmolLM3):
                 f"config.json: does not say {', '.join(missing)}; allowed: --set {given}"
             )
 
+    def config_class(self) -> Any:
+        return self.model_class().config_class
+
     def model_class(self, folder: Path | None = None) -> Any:
         if folder is None:
             from megatron_lengen.convert.modeling_lengen import LengenForCausalLM

@@ -276,7 +276,7 @@ def effective_config(folder: Path, family: Family) -> dict[str, Any]:
     """
     try:
         with quiet_transformers():
-            config = family.model_class().config_class.from_pretrained(folder)
+            config = family.config_class().from_pretrained(folder)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise BadInput(f"{folder / 'config.json'}: refused by transformers: {reason}") from error
