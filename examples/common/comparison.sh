@@ -19,6 +19,7 @@ source_preset() {
     shift
     [[ " $* " == *" $PRESET "* ]] || fail "PRESET: found $PRESET; allowed: $(list "$@")"
     file="$(cd "$COMMON_DIR/../presets" && pwd)/${recipe}_$PRESET.sh"
+    # shellcheck source=/dev/null
     source "$file"
     for name in "${NEEDS[@]}"; do
         [ -n "${!name:-}" ] || fail "$name: not given; PRESET=$PRESET needs it, see $file"
@@ -27,13 +28,15 @@ source_preset() {
 
 # list WORD...: words with commas between them.
 list() {
-    local IFS=,
-    echo "${*}" | sed 's/,/, /g'
+    printf '%s' "$1"
+    shift
+    printf ', %s' "$@"
 }
 
-# check_runs: RUNS names settings.
+# check_runs: RUNS, which the recipe sets, names settings.
 check_runs() {
     local name
+    # shellcheck disable=SC2153
     for name in $RUNS; do
         [ -n "${VARIANT_ARGS[$name]:-}" ] ||
             fail "RUNS: found $name; allowed: wd, no_wd, pn_d, pl_d, vpad"
