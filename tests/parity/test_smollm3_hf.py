@@ -232,7 +232,7 @@ def test_faults_are_caught_and_nothing_is_published(
 def test_faults_on_import_are_caught_too(fault, tmp_path, monkeypatch, loaded):
     random_smollm3(tmp_path / "hf", layers=8)
     honest = getattr(mapping, fault)
-    monkeypatch.setattr(mapping, fault, lambda tensors, c: honest(tensors, c).flip(0))
+    monkeypatch.setattr(mapping, fault, lambda tensors, c: [honest(tensors, c)[0].flip(0)])
     with pytest.raises(VerificationError):
         hf_to_checkpoint(tmp_path / "hf", tmp_path / "c", report=silent)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
