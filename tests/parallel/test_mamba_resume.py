@@ -22,11 +22,9 @@ KINDS = {
 LAYOUTS = {"1": (1, ""), "dp": (2, ""), "sp": (2, SP), "vpp": (2, VPP)}
 MOVES = [
     ("one", "1", "sp"),
-    ("one", "sp", "1"),
-    ("one", "vpp", "sp"),
+    ("one", "vpp", "1"),
     ("groups", "sp", "vpp"),
     ("bf16", "sp", "sp"),
-    ("bf16-do", "sp", "dp"),
     ("bf16-do", "dp", "sp"),
 ]
 OF_HEADS = ("A_log", "D", "dt_bias")
