@@ -96,6 +96,8 @@ def locate(root: str | Path, iteration: int | str | None = None, flag: str = "--
         require(chosen.is_dir(), f"{flag}: found {iteration}; {root}: {there}")
         return chosen
     tracker, text = root / TRACKER, _tracked(root)
+    if text is None and (root / "config.json").exists():
+        there = "it is a Hugging Face folder: tools/checkpoint/convert.py to-megatron first"
     require(text is not None, f"--load: {root} has no {TRACKER} that can be read; {there}")
     assert text is not None
     known = text == RELEASE or text.isdecimal()

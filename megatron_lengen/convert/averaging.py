@@ -164,7 +164,8 @@ def _add(total: Tensor, values: Tensor, share: float) -> None:
 
 
 def _is_finite(values: Tensor) -> bool:
-    return all(bool(piece.isfinite().all()) for piece in values.split(_PIECE))
+    # As float64, since not every type of 8 bits can be asked.
+    return all(bool(piece.double().isfinite().all()) for piece in values.split(_PIECE))
 
 
 def shares_of(
@@ -183,9 +184,13 @@ def shares_of(
         return [1.0] * count
     listed = ",".join(f"{weight:g}" for weight in weights)
     require(len(weights) == count, f"--weights: found {listed}; allowed: one for each of {count}")
-    good = all(map(math.isfinite, weights)) and math.fsum(weights) > 0
+    largest = max(map(abs, weights), default=0.0)
+    good = math.isfinite(largest) and largest > 0
+    # In parts of the largest: neither their sum nor a product leaves the range of numbers.
+    shares = [weight / largest for weight in weights] if good else []
+    good = good and math.fsum(shares) > 0
     require(good, f"--weights: found {listed}; allowed: numbers whose sum is above 0")
-    return list(weights)
+    return shares
 
 
 # ---- which models --------------------------------------------------------------------------------
@@ -203,6 +208,8 @@ def _places(
         require(is_checkpoint(root), f"{flag}: needs a checkpoint; --load is {root}")
         chosen = newest(root, last or 0) if iterations is None else sorted(iterations)
         require(bool(chosen), "--iterations: found none; allowed: numbers as in 100,200")
+        once = len(set(chosen)) == len(chosen)
+        require(once, f"{flag}: found {','.join(map(str, chosen))}; allowed: each of them once")
         return [(root, number) for number in chosen]
     places: list[tuple[str, int | None]] = []
     for load in loads:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,13 @@ def bin_entries(path: Path) -> dict[str, Entry]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        with FakeTensorMode():
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of files that it then refuses
             # Shapes and places alone.
             found = torch.load(path, map_location="cpu", weights_only=True)
         return {name: _entry(tensor) for name, tensor in found.items()}
+    except pickle.UnpicklingError as error:
+        raise BadInput(f"{path}: holds code, which is not run, or is no file of weights") from error
     except Exception as error:
         raise BadInput(f"{path}: damaged or not a file of weights") from error
 

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lengen.config import LengenConfig, config_from_architecture
+from megatron_lengen.config import config_from_architecture
 from megatron_lengen.convert.families import family_of
-from megatron_lengen.convert.family import Family, acting_settings
+from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.inspection import PIECE
 from megatron_lengen.convert.mapping import Rule
-from megatron_lengen.convert.stored import StoredCheckpoint, StoredFolder, StoredModel
-from megatron_lengen.convert.to_megatron import effective_config
+from megatron_lengen.convert.stored import (
+    StoredCheckpoint,
+    StoredFolder,
+    StoredModel,
+    forward_settings,
+)
+from megatron_lengen.convert.to_megatron import understood_config
 
 
 def differences(one: StoredModel, other: StoredModel) -> dict[str, Any]:
@@ -157,15 +162,10 @@ def _side_by_side(
         return one, other, mine, theirs
     assert isinstance(one, StoredCheckpoint) and isinstance(other, StoredFolder)
     family = family_of(other.raw_config)
-    architecture = family.architecture(effective_config(other.folder, family))
+    architecture = family.architecture(understood_config(other.folder, family, other.raw_config))
     theirs = config_from_architecture(architecture)
-    return _UnderTheirNames(one, family), other, _acting(one.config), _acting(theirs)
-
-
-def _acting(config: LengenConfig) -> dict[str, Any]:
-    """Settings that a forward pass depends on; how weights were drawn is none of them."""
-    settings = acting_settings(config)
-    return {name: value for name, value in settings.items() if name != "init_method_std"}
+    settings = forward_settings(one.config), forward_settings(theirs)
+    return _UnderTheirNames(one, family), other, *settings
 
 
 def _arguments(one: StoredModel, other: StoredModel) -> dict[str, list[Any]]:

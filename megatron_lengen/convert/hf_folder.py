@@ -83,10 +83,13 @@ class HFFolder:
                 files = {self.folder / name for name in weights.values()}
                 for path in sorted(files):
                     require(path.exists(), f"{path}: missing, though {index} names it")
-                found = {name: place for path in files for name, place in _places(path).items()}
-                lost = sorted(set(weights) - set(found))
+                held = {path.name: _places(path) for path in files}
+                # A stale copy in another file is not the model's: the index decides.
+                lost = sorted(name for name, file in weights.items() if name not in held[file])
                 require(not lost, f"{self.folder}: no tensor {', '.join(lost[:3])}")
-                return found
+                known = {name: held[file][name] for name, file in weights.items()}
+                others = {n: place for places in held.values() for n, place in places.items()}
+                return {**others, **known}
             if (self.folder / single).exists():
                 return _places(self.folder / single)
         raise BadInput(f"--load: {self.folder} has no {_SINGLE[0]}, {_INDEX[0]} or .bin weights")

@@ -57,8 +57,9 @@ class Mamba2(Family):
                     [f"{_OURS}conv1d.{kind}.{name}" for name in convolved],
                     f"{_THEIRS}conv1d.{kind}",
                     lambda c: [part.rows for part in convolved_parts(c)],
+                    taps,
                 )
-                for kind in ("weight", "bias")
+                for kind, taps in (("weight", lambda c: c.mamba_conv_kernel), ("bias", None))
             ),
             *(
                 direct(_OURS + name, _THEIRS + name, fp32=True)

@@ -123,19 +123,36 @@ def gate_up(ours: str, gate: str, up: str) -> Rule:
 
 def vocabulary(ours: str, theirs: str) -> Rule:
     """Ours [P, h] with zero rows behind the vocabulary; theirs [V, h]."""
-    return Rule(
-        (ours,), (theirs,), _cut_vocabulary, lambda t, config: [pad_vocabulary(t[0], config)]
-    )
+
+    def join(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
+        _rows(tensors[0], config.vocab_size)
+        return [pad_vocabulary(tensors[0], config)]
+
+    return Rule((ours,), (theirs,), _cut_vocabulary, join)
 
 
 def stacked(
-    ours: Sequence[str], theirs: str, rows: Callable[[LengenConfig], Sequence[int]]
+    ours: Sequence[str],
+    theirs: str,
+    rows: Callable[[LengenConfig], Sequence[int]],
+    last: Callable[[LengenConfig], int] | None = None,
 ) -> Rule:
-    """Ours, whose rows are told apart; theirs, one tensor of all their rows in this order."""
+    """Ours, whose rows are told apart; theirs, one tensor of all their rows in this order.
+
+    Args:
+        rows: of each of ours.
+        last: the last dimension, where that says something of the model.
+    """
 
     def join(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:
         sizes = list(rows(config))
         _rows(tensors[0], sum(sizes))
+        if last is not None:
+            found, expected = tensors[0].shape[-1], last(config)
+            require(
+                found == expected,
+                f"found {found} in the last dimension; the configuration asks for {expected}",
+            )
         return tensors[0].split(sizes)
 
     def split(tensors: Sequence[Tensor], config: LengenConfig) -> Sequence[Tensor]:

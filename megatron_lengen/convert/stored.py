@@ -10,10 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lengen import checkpoint_folder
+from megatron_lengen.config import LengenConfig, config_from_architecture
+from megatron_lengen.convert.families import family_of
+from megatron_lengen.convert.family import acting_settings
 from megatron_lengen.convert.hf_folder import HFFolder, fetch_folder
 from megatron_lengen.convert.mapping import pad_vocabulary
 from megatron_lengen.convert.reader import Checkpoint, open_checkpoint
 from megatron_lengen.convert.to_hf import VOCABULARY_TABLES
+from megatron_lengen.convert.to_megatron import understood_config
+from megatron_lengen.convert.tokens import ID_KEYS
 from megatron_lengen.errors import BadInput, require
 
 # Entries of a config.json that say nothing about the model.
@@ -86,8 +91,9 @@ class StoredCheckpoint(StoredModel):
         return self._padded(name, self.checkpoint.read(name))
 
     def settings(self) -> dict[str, Any]:
-        """The architecture, with the defaults of what did not exist when it was saved."""
-        return self.config.architecture()
+        """What a forward pass depends on, in a form in which models that compute the same are
+        equal, with the defaults of what did not exist when it was saved."""
+        return {"decoder": self.config.decoder, **forward_settings(self.config)}
 
     def _padded(self, name: str, tensor: Tensor) -> Tensor:
         return pad_vocabulary(tensor, self.config) if name in VOCABULARY_TABLES else tensor
@@ -117,14 +123,31 @@ class StoredFolder(StoredModel):
         return self._tensors.read(name)
 
     def settings(self) -> dict[str, Any]:
-        """`config.json` without what differs between writers of one model."""
+        """As those of a checkpoint, for a family that is known; else `config.json` without what
+        differs between writers of one model."""
         raw = self._tensors.raw_config
-        return {k: v for k, v in raw.items() if v is not None and k not in _IMMATERIAL}
+        try:
+            family = family_of(raw)
+            architecture = family.architecture(understood_config(self.folder, family, raw))
+        except BadInput:
+            return {k: v for k, v in raw.items() if v is not None and k not in _IMMATERIAL}
+        ids = {key: raw.get(key) for key in ID_KEYS if raw.get(key) is not None}
+        return {
+            "model_type": family.name,
+            **forward_settings(config_from_architecture(architecture)),
+            **ids,
+        }
 
     @property
     def raw_config(self) -> dict[str, Any]:
         """`config.json` as it is."""
         return self._tensors.raw_config
+
+
+def forward_settings(config: LengenConfig) -> dict[str, Any]:
+    """Settings that a forward pass depends on; how weights were drawn is none of them."""
+    settings = acting_settings(config)
+    return {name: value for name, value in settings.items() if name != "init_method_std"}
 
 
 def is_checkpoint(path: str | Path) -> bool:

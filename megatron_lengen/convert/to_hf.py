@@ -111,7 +111,7 @@ def checkpoint_to_hf(
                 sum(meta.numel() for meta in metas.values()),
             )
             report(f"verified: {result}")
-    report(f"{source.checkpoint.folder} -> {save} ({source.family.name}, {hf['dtype']})")
+    report(f"{source.checkpoint.folder} -> {save} ({source.family.name}, {source.dtypes(metas)})")
     return result
 
 
@@ -236,6 +236,13 @@ class _Source:
     def _converted(self, rule: Rule, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         tensors = [rule.cast(read(key), self._dtype) for key in rule.ours]
         return rule.to_theirs(tensors, self.config)
+
+    def dtypes(self, metas: Mapping[str, Tensor]) -> str:
+        """The types of the tensors that are written, the most frequent first."""
+        sizes: Counter[str] = Counter()
+        for meta in metas.values():
+            sizes[str(meta.dtype).removeprefix("torch.")] += meta.numel()
+        return " and ".join(name for name, _ in sizes.most_common())
 
     def _main_dtype(self) -> str:
         """What `dtype="auto"` loads every weight in: the most frequent, or fp32 where some must."""

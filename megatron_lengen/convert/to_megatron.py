@@ -147,9 +147,8 @@ class _Source:
         self.family.check_source(raw, settings)
         self.foreign = is_foreign(raw)
         folder.rename(self.family.renames(raw))
-        translated = self.family.in_their_terms(raw)
-        self._stock = translated is None
-        effective = translated or effective_config(folder.folder, self.family)
+        self._stock = self.family.in_their_terms(raw) is None
+        effective = understood_config(folder.folder, self.family, raw)
         self._was_tied = bool(effective["tie_word_embeddings"])
         self._hf = self.family.apply(effective, settings)
         self._changes = {k: v for k, v in self._hf.items() if v != effective.get(k)}
@@ -266,6 +265,18 @@ class _Source:
                     f"--dtype keep: {name} is {dtype}; allowed: bfloat16, float32, or give "
                     "--dtype bf16 or fp32"
                 )
+
+
+def understood_config(folder: Path, family: Family, raw: dict[str, Any]) -> dict[str, Any]:
+    """The whole configuration in Hugging Face's terms, also of a form of somebody else's.
+
+    Args:
+        raw: what `config.json` says.
+
+    Raises:
+        BadInput: if transformers refuses it, or for settings that our models do not have.
+    """
+    return family.in_their_terms(raw) or effective_config(folder, family)
 
 
 def effective_config(folder: Path, family: Family) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def _from_pretrained(source: ModelSource, dtype: torch.dtype) -> Any:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers, safetensors and torch each raise what they like
         reason = " ".join(str(error).split())
         raise BadInput(f"--model: {source.name} cannot be loaded: {reason}") from error
     # Transformers only warns, and evaluates random weights.

@@ -82,7 +82,7 @@ class NativeModel:
         if chunk is None:
             chunk = max(1, LOGIT_BUDGET // (rows * self.model.config.vocab_size))
         cache = StaticInferenceContext(rows, length)
-        losses = []
+        losses = [torch.empty(rows, 0)]
         for start in range(0, length - 1, chunk):
             piece = ids[:, start : min(start + chunk, length - 1)]
             with more_tokens(cache, piece.shape[1]):

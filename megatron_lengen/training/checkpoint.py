@@ -7,6 +7,7 @@ checkpoint is written under another name and published at the end (see checkpoin
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -236,7 +237,7 @@ def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated")
             return dist_checkpointing.load(state, str(folder))
-    except (CheckpointingException, CheckpointException) as error:
+    except (CheckpointingException, CheckpointException, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise BadInput(f"--load: {folder} does not fit this model: {reason}") from error
 

@@ -112,7 +112,10 @@ def test_the_paper_run_is_printed_whole() -> None:
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [({"PRESET": "7b"}, "PRESET: found 7b"), ({"PRESET": "3b"}, "BASE: not given; PRESET=3b needs it")],
+    [
+        ({"PRESET": "7b"}, "PRESET: found 7b"),
+        ({"PRESET": "3b"}, "BASE: not given; PRESET=3b needs it"),
+    ],
 )
 def test_bad_input_is_one_line(variables: dict[str, str], message: str) -> None:
     done = run(Path("runs/x"), DRY_RUN="1", **variables)

@@ -184,6 +184,23 @@ def test_what_is_not_ours_in_hugging_face(tmp_path, changes, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"conv_kernel": 3}, "conv1d.weight: found 4 in the last dimension; .* asks for 3"),
+        ({"vocab_size": 96}, "backbone.embeddings.weight: found 101 rows; .* asks for 96"),
+        ({"num_heads": 4, "head_dim": 16}, "in_proj.weight: found 160 rows; .* asks for 156"),
+    ],
+)
+def test_a_configuration_of_other_sizes(tmp_path, changes, words):
+    random_mamba2(tmp_path / "hf")
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**described, **changes}))
+    for verify in (True, False):
+        with pytest.raises(BadInput, match=words):
+            hf_to_checkpoint(tmp_path / "hf", tmp_path / "ck", verify=verify, report=lambda _: None)
+
+
 @pytest.mark.parametrize("fault", ["B and C", "x and z", "groups"])
 def test_verification_finds_it(tmp_path, monkeypatch, fault):
     """Rows in another order, or the norm over one group in place of two (report 15)."""

@@ -300,7 +300,9 @@ def test_bad_choices(tmp_path):
     refused(tmp_path, [root], "--weights: found 1; allowed: one for each of 2", last=2, weights=[1])
     refused(tmp_path, [root], "whose sum is above 0", last=2, weights=[1.0, -1.0])
     refused(tmp_path, [root], "whose sum is above 0", last=2, weights=[1.0, float("nan")])
+    refused(tmp_path, [root], "whose sum is above 0", last=2, weights=[1e308, float("inf")])
     refused(tmp_path, [root], "--exponential: found 1.5", last=2, decay=1.5)
+    refused(tmp_path, [root], "--iterations: found 10,10; .* once", iterations=[10, 10])
     # Iterations that an older branch left behind the tracked one do not count.
     write_tracker(root, "10")
     refused(tmp_path, [root], "--last: found 2; .*there: iter_0000010$", last=2)
@@ -412,6 +414,11 @@ def test_memory_holds_one_tensor(tmp_path, monkeypatch):
     monkeypatch.setattr(stored, "read", watched)
     average([str(root)], tmp_path / "mean", last=4, report=quiet)
     assert most == 1
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e308])
+def test_weights_of_any_size(size):
+    assert shares_of(3, [size, size, size]) == [1.0, 1.0, 1.0]
 
 
 def test_decay_is_by_age():

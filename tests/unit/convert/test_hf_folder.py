@@ -82,9 +82,22 @@ def test_old_bin_files(folder):
     same(folder)
 
 
+def test_the_index_says_which_of_two_copies_counts(folder):
+    write(folder, 420)
+    first, second = sorted(folder.glob("model-*.safetensors"))
+    stale = {"b": TENSORS["b"] + 1, **load_file(first)}
+    save_file(stale, first)
+    assert torch.equal(HFFolder(folder).read("b"), TENSORS["b"])
+    index = folder / "model.safetensors.index.json"
+    described = json.loads(index.read_text())
+    described["weight_map"]["b"] = first.name
+    index.write_text(json.dumps(described))
+    assert torch.equal(HFFolder(folder).read("b"), TENSORS["b"] + 1) and second.exists()
+
+
 def test_bin_files_that_run_code_are_refused(folder):
     torch.save({"a": print}, folder / "pytorch_model.bin")
-    with pytest.raises(BadInput, match=r"pytorch_model\.bin: damaged or not a file of weights"):
+    with pytest.raises(BadInput, match=r"pytorch_model\.bin: holds code, which is not run"):
         HFFolder(folder)
 
 

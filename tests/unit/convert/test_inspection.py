@@ -233,14 +233,32 @@ def test_flags_of_runs_do_not_count(run):
     assert found["same"] and found["arguments"] == {"optimizer.lr": [0.01, 0.02]}
 
 
-def test_how_weights_were_drawn_is_no_difference_across_kinds(run, hf_folder):
+def test_how_weights_were_drawn_and_how_a_pattern_is_spelled_are_no_difference(run, hf_folder):
     path = run / "iter_0000020" / "lengen.json"
     described = json.loads(path.read_text())
     described["model"] |= {"init_method_std": 0.5, "query_scaling_identity_init": False}
+    # The fixture's says [1, 1, 1, 0].
+    described["model"] |= {"window_attn_skip_freq": 4, "no_rope_freq": 4}
     path.write_text(json.dumps(described))
-    assert differences(open_model(run), open_model(hf_folder))["same"]
+    for other in (open_model(hf_folder), open_model(run, 10)):
+        assert differences(open_model(run), other)["same"]
+    described["model"]["window_attn_skip_freq"] = 2
+    path.write_text(json.dumps(described))
     found = differences(open_model(run), open_model(run, 10))
-    assert found["settings"]["init_method_std"] == [0.5, 0.02] and not found["same"]
+    assert list(found["settings"]) == ["window_attn_skip_freq"] and not found["same"]
+
+
+def test_entries_that_say_what_is_so_anyway_are_no_difference(hf_folder, tmp_path):
+    """One writer leaves out what another spells out; transformers understands the same."""
+    other = shutil.copytree(hf_folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    config |= {"head_dim": config["hidden_size"] // heads, "pretraining_tp": 2, "extra": "x"}
+    (other / "config.json").write_text(json.dumps(config))
+    assert differences(open_model(hf_folder), open_model(other))["same"]
+    (other / "config.json").write_text(json.dumps({**config, "eos_token_id": 3}))
+    found = differences(open_model(hf_folder), open_model(other))
+    assert list(found["settings"]) == ["eos_token_id"]
 
 
 # ---- the tool ------------------------------------------------------------------------------------

@@ -83,7 +83,13 @@ def test_rows_that_do_not_fit_are_refused_by_name(config):
     with pytest.raises(BadInput, match=r"q, k, v: found 3 rows"):
         RULE.to_ours([torch.zeros(8, 8), torch.zeros(3, 8), torch.zeros(4, 8)], config)
     with pytest.raises(BadInput, match=r"found 4 rows; the vocabulary has 5"):
-        vocabulary("ours", "theirs").to_ours([torch.zeros(4, 8)], config)
+        vocabulary("ours", "theirs").to_theirs([torch.zeros(4, 8)], config)
+    for rows in (4, 6):
+        with pytest.raises(BadInput, match=rf"theirs: found {rows} rows; the configuration asks"):
+            vocabulary("ours", "theirs").to_ours([torch.zeros(rows, 8)], config)
+    taps = stacked(["ours"], "theirs", lambda config: [3], lambda config: 4)
+    with pytest.raises(BadInput, match=r"theirs: found 3 in the last dimension; .* asks for 4"):
+        taps.to_ours([torch.zeros(3, 1, 3)], config)
 
 
 def test_layers_are_written_out():

@@ -361,7 +361,7 @@ def test_code_in_old_files_is_not_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     torch.save({"a": torch.ones(1), "b": Harmful(tmp_path / "harm")}, tmp_path / "bad.bin")
     torch.save({"a": torch.ones(1)}, tmp_path / "good.bin")
-    for name, message in (("bad", "not a file of weights"), ("good", None)):
+    for name, message in (("bad", "holds code, which is not run"), ("good", None)):
         os.replace(tmp_path / f"{name}.bin", tmp_path / "pytorch_model.bin")
         if message:
             with pytest.raises(BadInput, match=message):

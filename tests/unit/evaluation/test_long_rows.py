@@ -46,6 +46,7 @@ def test_losses_in_pieces_are_hugging_faces(process_groups, folder, tmp_path):
         for chunk in (None, 7, 1):
             found = model.token_losses(ids, chunk)
             torch.testing.assert_close(found, expected.view(2, -1), rtol=0, atol=1e-5)
+        assert model.token_losses(ids[:, :1]).shape == (2, 0)
         forced = model.forced_tokens(ids, 5)
         assert torch.equal(forced, logits[:, -5:].argmax(-1))
         assert model.describe()["architecture"] == "mamba2"
