@@ -1,7 +1,9 @@
 # `make test` and `make checks` before every commit.
 PYTHON ?= python3
-CHECKED = megatron_lengen tools tests examples pretrain_gpt.py setup.py
-TYPED = megatron_lengen tools pretrain_gpt.py
+ENTRIES = pretrain_gpt.py pretrain_mamba.py
+CHECKED = megatron_lengen tools tests examples $(ENTRIES) setup.py
+# Folder by folder: two tools may have one name.
+TOOLS = benchmark checkpoint data evaluate
 
 .PHONY: test unit checks format kills example clean
 
@@ -14,7 +16,8 @@ unit: ## the quick tests
 checks: ## style and types (pip install -r requirements/dev.txt)
 	$(PYTHON) -m ruff check $(CHECKED)
 	$(PYTHON) -m ruff format --check $(CHECKED)
-	$(PYTHON) -m mypy $(TYPED)
+	$(PYTHON) -m mypy megatron_lengen tools/generate.py $(ENTRIES)
+	set -e; for tools in $(TOOLS); do $(PYTHON) -m mypy tools/$$tools; done
 	shellcheck -x -P SCRIPTDIR examples/common/*.sh tests/run.sh
 
 format: ## apply the style

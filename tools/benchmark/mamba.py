@@ -105,7 +105,7 @@ class Ours:
         from megatron_lengen.models.build import build_chunks
         from megatron_lengen.runtime import distributed
 
-        method = {"dropout_variant": "vpad", "dropout_rate": vpad} if vpad else {}
+        method: dict[str, Any] = {"dropout_variant": "vpad", "dropout_rate": vpad} if vpad else {}
         self.config = LengenConfig(
             decoder="mamba2",
             num_layers=sizes["layers"],
