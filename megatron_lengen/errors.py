@@ -12,7 +12,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
@@ -68,7 +69,12 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `BadInput`."""
+    """An argument parser whose errors are `BadInput`.
+
+    `elsewhere` names the script that has a flag which this one has not.
+    """
+
+    elsewhere: Mapping[str, str] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong as one line, in the words of the other checks."""
@@ -91,5 +97,8 @@ class Parser(argparse.ArgumentParser):
         said = []
         for word in (word.split("=")[0] for word in words if word.startswith("-")):
             near = difflib.get_close_matches(word, known, n=1)
-            said.append(f"{word}: unrecognized{f'; did you mean {near[0]}?' if near else ''}")
+            hint = f"; did you mean {near[0]}?" if near else ""
+            if word in self.elsewhere:
+                hint = f"; it is a flag of {self.elsewhere[word]}"
+            said.append(f"{word}: unrecognized{hint}")
         return ", ".join(said) or f"{words[0]}: found where a flag was expected"

@@ -255,7 +255,7 @@ def _require_same(one: StoredModel, other: StoredModel) -> None:
         )
 
     mine, theirs = one.settings(), other.settings()
-    for key in sorted({*mine, *theirs}):
+    for key in sorted({*mine, *theirs}, key=lambda key: (key != "decoder", key)):
         if mine.get(key) != theirs.get(key):
             refuse(key, mine.get(key), theirs.get(key))
     for name in sorted({*one.names} ^ {*other.names}):

@@ -176,7 +176,8 @@ def _arguments(one: StoredModel, other: StoredModel) -> dict[str, list[Any]]:
     for info in (one.checkpoint.info, other.checkpoint.info):
         groups = (info.get("arguments") or {}).items()
         flags.append({f"{g}.{k}": v for g, values in groups for k, v in (values or {}).items()})
-    return _unlike(*flags)
+    # What was converted or averaged has none.
+    return _unlike(*flags) if all(flags) else {}
 
 
 def _unlike(one: dict[str, Any], other: dict[str, Any]) -> dict[str, list[Any]]:

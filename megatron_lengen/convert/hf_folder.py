@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lengen.checkpoint_folder import TRACKER
 from megatron_lengen.convert.bin_files import bin_entries
 from megatron_lengen.convert.safetensors_files import Entry, read_entries, read_entry
 from megatron_lengen.data.hub import check_on_hub
@@ -38,7 +39,8 @@ class HFFolder:
     def __init__(self, folder: str | Path, renames: Mapping[str, str] | None = None) -> None:
         self.folder = Path(folder)
         require(self.folder.is_dir(), f"--load: {self.folder} is not a folder")
-        require((self.folder / CONFIG).exists(), f"--load: {self.folder} has no {CONFIG}")
+        kind = "; it is a checkpoint already" if (self.folder / TRACKER).exists() else ""
+        require((self.folder / CONFIG).exists(), f"--load: {self.folder} has no {CONFIG}{kind}")
         self.raw_config: dict[str, Any] = _read_json(self.folder / CONFIG)
         self._places = self._locate()
         self._stored = {name: name for name in self._places}

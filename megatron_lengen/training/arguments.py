@@ -242,6 +242,7 @@ def _tokenizer(training: TrainingSettings, given: dict[str, Any]) -> Tokenizer:
 
 def _model(given: dict[str, Any], tokenizer: Tokenizer) -> LengenConfig:
     values = flags.dataclass_values(LengenConfig, given)
+    require("seq_length" in values, "--seq-length: not given; allowed: tokens of a training row")
     vocabulary = values.setdefault("vocab_size", tokenizer.vocab_size)
     require(
         vocabulary >= tokenizer.vocab_size,

@@ -26,7 +26,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.config_fields import ARCHITECTURE_FIELDS, MAMBA_ARCHITECTURE_FIELDS
 from megatron_lengen.errors import Parser
-from megatron_lengen.mamba_config import MAMBA_FIELDS
+from megatron_lengen.mamba_config import ENTRIES, MAMBA_FIELDS
 from megatron_lengen.ops.mask import MAX_LAYER
 from megatron_lengen.training.settings import TrainingSettings
 
@@ -128,7 +128,7 @@ def flag_of(field: str) -> str:
     return next((flag.name for flag in all_flags() if flag.field == field), field)
 
 
-def build_parser(description: str, decoder: str = "transformer") -> argparse.ArgumentParser:
+def build_parser(description: str, decoder: str = "transformer") -> Parser:
     """A parser whose namespace holds only what was given, by field name."""
     parser = Parser(
         description=description,
@@ -137,9 +137,14 @@ def build_parser(description: str, decoder: str = "transformer") -> argparse.Arg
         allow_abbrev=False,
     )
     groups = {name: parser.add_argument_group(name) for name in SOURCES}
+    elsewhere = {}
     for flag in all_flags():
         if flag.field not in _NOT_OF[decoder]:
             _add(groups[flag.group], flag)
+        else:
+            others = (ENTRIES[kind] for kind, left in _NOT_OF.items() if flag.field not in left)
+            elsewhere[flag.name] = ", ".join(others)
+    parser.elsewhere = elsewhere
     return parser
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import cpu_seconds
+from runs import MODEL, RUN, cpu_seconds, settings_of
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import BadInput
@@ -234,3 +234,17 @@ def test_help_is_quick_and_explains_every_flag():
     ):
         for name in flags:
             assert f"{name} " in words[home] and f"{name} " not in words[other], name
+
+
+def test_a_flag_of_the_other_script_is_said_to_be_that():
+    for decoder, flag, home in (
+        ("transformer", "--mamba-state-dim", "pretrain_mamba.py"),
+        ("mamba2", "--sliding-window", "pretrain_gpt.py"),
+    ):
+        with pytest.raises(BadInput, match=f"{flag}: unrecognized; it is a flag of {home}"):
+            build_parser("test", decoder).parse_args([flag, "8"])
+
+
+def test_the_length_of_rows_is_asked_for():
+    with pytest.raises(BadInput, match="--seq-length: not given; allowed: tokens of a training"):
+        settings_of(base=f"{MODEL.replace('--seq-length 24', '')} {RUN}")
