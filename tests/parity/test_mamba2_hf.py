@@ -21,6 +21,8 @@ from megatron_lengen.errors import BadInput
 from megatron_lengen.generation.generate import generate
 from megatron_lengen.models.build import build_for_inference
 
+pytestmark = pytest.mark.usefixtures("own_process_group")
+
 OF_HEADS = ("A_log", "D", "dt_bias")
 EMBEDDING = "backbone.embeddings.weight"
 VOCAB = 101
