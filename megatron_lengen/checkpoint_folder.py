@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_lengen.errors import BadInput, is_first_rank, require
 
@@ -226,12 +227,9 @@ def read_metadata(folder: Path) -> Metadata:
     read_description(folder)
     try:
         metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:
+        needed = _lengths(metadata)
+    except Exception as error:  # changed bytes can unpickle into anything
         raise BadInput(f"{folder / '.metadata'}: missing or damaged; not a checkpoint") from error
-    needed: dict[str, int] = {}
-    for entry in (metadata.storage_data or {}).values():
-        end = entry.offset + entry.length
-        needed[entry.relative_path] = max(end, needed.get(entry.relative_path, 0))
     for name, size in sorted(needed.items()):
         path = folder / name
         require(path.exists(), f"{path}: missing; the checkpoint is incomplete")
@@ -242,6 +240,22 @@ def read_metadata(folder: Path) -> Metadata:
             raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
         require(found >= size, f"{path}: cut short ({found} of {size} bytes)")
     return metadata
+
+
+def _lengths(metadata: Metadata) -> dict[str, int]:
+    """How long each file must be; an error of any kind where a tensor has no shape or place."""
+    places = metadata.storage_data or {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for chunk in entry.chunks:
+                chunk.sizes.numel()
+                assert MetadataIndex(key, chunk.offsets) in places
+    needed: dict[str, int] = {}
+    for place in places.values():
+        end = place.offset + place.length
+        needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
+    return needed
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:

@@ -156,6 +156,11 @@ def inner_size(config: LengenConfig) -> int:
     return config.mamba_num_heads * config.mamba_head_dim
 
 
+def local_groups(config: LengenConfig) -> int:
+    """Groups of a tensor-parallel rank, a shared one included."""
+    return max(1, config.mamba_num_groups // config.tensor_model_parallel_size)
+
+
 def groups_are_shared(config: LengenConfig) -> bool:
     """Whether every tensor-parallel rank computes all of B and C."""
     return config.mamba_num_groups % config.tensor_model_parallel_size != 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.convert.hf_folder import CONFIG, DEFAULT_SHARD_BYTES, write_json
+from megatron_lengen.convert.mamba2 import OF_HEADS
 from megatron_lengen.convert.safetensors_files import ShardWriter
 from megatron_lengen.convert.staging import check_target, staged_folder
 from megatron_lengen.convert.stored import (
@@ -34,8 +35,7 @@ from megatron_lengen.data.tokenizer import TOKENIZER_FILES, TOKENIZER_PATTERNS
 from megatron_lengen.errors import BadInput, require
 
 _PIECE = 2**18  # elements that are summed at a time: few enough to stay in a cache
-# Parameters of Mamba2 that lose what they need in 16 bits.
-_STAYS = ("mixer.A_log", "mixer.D", "mixer.dt_bias")
+_STAYS = tuple(f"mixer.{name}" for name in OF_HEADS)
 _TRAVELS = (CONFIG, GENERATION_CONFIG, "*.py", "LICENSE*", "NOTICE*")
 
 

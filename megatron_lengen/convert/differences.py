@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lengen.config import config_from_architecture
-from megatron_lengen.convert.families import family_of
 from megatron_lengen.convert.family import Family
 from megatron_lengen.convert.inspection import PIECE
 from megatron_lengen.convert.mapping import Rule
@@ -23,7 +21,6 @@ from megatron_lengen.convert.stored import (
     StoredModel,
     forward_settings,
 )
-from megatron_lengen.convert.to_megatron import understood_config
 
 
 def differences(one: StoredModel, other: StoredModel) -> dict[str, Any]:
@@ -161,11 +158,8 @@ def _side_by_side(
         other, one, theirs, mine = _side_by_side(other, one)
         return one, other, mine, theirs
     assert isinstance(one, StoredCheckpoint) and isinstance(other, StoredFolder)
-    family = family_of(other.raw_config)
-    architecture = family.architecture(understood_config(other.folder, family, other.raw_config))
-    theirs = config_from_architecture(architecture)
-    settings = forward_settings(one.config), forward_settings(theirs)
-    return _UnderTheirNames(one, family), other, *settings
+    settings = forward_settings(one.config), forward_settings(other.config)
+    return _UnderTheirNames(one, other.family), other, *settings
 
 
 def _arguments(one: StoredModel, other: StoredModel) -> dict[str, list[Any]]:

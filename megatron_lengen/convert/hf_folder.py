@@ -82,10 +82,10 @@ class HFFolder:
         for single, index in zip(_SINGLE, _INDEX, strict=True):
             if (self.folder / index).exists():
                 weights = _read_json(self.folder / index).get("weight_map", {})
-                files = {self.folder / name for name in weights.values()}
-                for path in sorted(files):
+                files = {name: self.folder / name for name in sorted(set(weights.values()))}
+                for path in files.values():
                     require(path.exists(), f"{path}: missing, though {index} names it")
-                held = {path.name: _places(path) for path in files}
+                held = {name: _places(path) for name, path in files.items()}
                 # A stale copy in another file is not the model's: the index decides.
                 lost = sorted(name for name, file in weights.items() if name not in held[file])
                 require(not lost, f"{self.folder}: no tensor {', '.join(lost[:3])}")

@@ -162,7 +162,7 @@ def iterations_in(folder: Path) -> dict[str, str]:
     folders += [root / RELEASE] if (root / RELEASE).is_dir() else []
     tracker = root / TRACKER
     text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
-    newest = f"iter_{int(text):07d}" if text.isdecimal() else text
+    newest = checkpoint_folder.iteration_folder(root, text).name if text.isdecimal() else text
     found = {}
     for path in folders:
         try:

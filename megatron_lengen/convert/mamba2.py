@@ -17,7 +17,8 @@ from megatron_lengen.mamba_config import convolved_parts, inner_size, projected_
 
 _OURS, _THEIRS = "decoder.layers.{i}.mixer.", "backbone.layers.{i}.mixer."
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_OF_HEADS = ("A_log", "D", "dt_bias")
+# One number for each head, which 16 bits would spoil.
+OF_HEADS = ("A_log", "D", "dt_bias")
 # What the mixers of ours have no choice of.
 _FIXED = {
     "hidden_act": "silu",
@@ -26,9 +27,17 @@ _FIXED = {
 }
 _SHORT_CHUNK = 16
 _NO_LIMIT = (0.0, math.inf)
-# Sizes that mamba-ssm's constructor takes as defaults.
-_SSM_DEFAULTS = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1}
-_SSM_FIXED = {"layer": "Mamba2", "chunk_size": 256, "rmsnorm": True, "norm_before_gate": False}
+# What mamba-ssm's constructors take by default: sizes, and what has to be otherwise or so.
+_SSM_SIZES = {
+    "d_state": 128,
+    "d_conv": 4,
+    "expand": 2,
+    "headdim": 64,
+    "ngroups": 1,
+    "chunk_size": 256,
+}
+_SSM_CHOICES = {"layer": "Mamba1", "rmsnorm": True, "norm_before_gate": False}
+_SSM_ALLOWED = {**_SSM_CHOICES, "layer": "Mamba2"}
 
 
 class Mamba2(Family):
@@ -61,10 +70,7 @@ class Mamba2(Family):
                 )
                 for kind, taps in (("weight", lambda c: c.mamba_conv_kernel), ("bias", None))
             ),
-            *(
-                direct(_OURS + name, _THEIRS + name, fp32=True)
-                for name in ("A_log", "D", "dt_bias")
-            ),
+            *(direct(_OURS + name, _THEIRS + name, fp32=True) for name in OF_HEADS),
             *(
                 direct(f"{_OURS}{name}.weight", f"{_THEIRS}{name}.weight")
                 for name in ("norm", "out_proj")
@@ -159,12 +165,11 @@ class Mamba2(Family):
     def in_their_terms(self, raw: dict[str, Any]) -> dict[str, Any] | None:
         if not is_of_mamba_ssm(raw):
             return None
-        ssm = {**_SSM_DEFAULTS, **_SSM_FIXED, **raw["ssm_cfg"]}
-        unknown = sorted(set(ssm) - set(_SSM_DEFAULTS) - set(_SSM_FIXED))
+        ssm = {**_SSM_SIZES, **_SSM_CHOICES, **raw["ssm_cfg"]}
+        for key, allowed in _SSM_ALLOWED.items():
+            require(ssm[key] == allowed, f"ssm_cfg: found {key} {ssm[key]}; allowed: {allowed}")
+        unknown = sorted(set(ssm) - set(_SSM_SIZES) - set(_SSM_CHOICES))
         require(not unknown, f"ssm_cfg: found {', '.join(unknown)}; allowed: sizes of Mamba2")
-        for key in ("layer", "rmsnorm", "norm_before_gate"):
-            found, allowed = ssm[key], _SSM_FIXED[key]
-            require(found == allowed, f"ssm_cfg: found {key} {found}; allowed: {allowed}")
         attention = raw.get("attn_layer_idx") or []
         require(not attention, f"attn_layer_idx: found {attention}; allowed: none")
         between = raw.get("d_intermediate", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.config import LengenConfig, config_from_architecture
 from megatron_lengen.convert.families import family_of
-from megatron_lengen.convert.family import acting_settings
+from megatron_lengen.convert.family import Family, acting_settings
 from megatron_lengen.convert.hf_folder import HFFolder, fetch_folder
 from megatron_lengen.convert.mapping import pad_vocabulary
 from megatron_lengen.convert.reader import Checkpoint, open_checkpoint
@@ -125,23 +126,36 @@ class StoredFolder(StoredModel):
     def settings(self) -> dict[str, Any]:
         """As those of a checkpoint, for a family that is known; else `config.json` without what
         differs between writers of one model."""
-        raw = self._tensors.raw_config
+        raw = self.raw_config
         try:
-            family = family_of(raw)
-            architecture = family.architecture(understood_config(self.folder, family, raw))
+            known = {"model_type": self.family.name, **forward_settings(self.config)}
         except BadInput:
             return {k: v for k, v in raw.items() if v is not None and k not in _IMMATERIAL}
-        ids = {key: raw.get(key) for key in ID_KEYS if raw.get(key) is not None}
-        return {
-            "model_type": family.name,
-            **forward_settings(config_from_architecture(architecture)),
-            **ids,
-        }
+        return known | {key: raw[key] for key in ID_KEYS if raw.get(key) is not None}
 
     @property
     def raw_config(self) -> dict[str, Any]:
         """`config.json` as it is."""
         return self._tensors.raw_config
+
+    @cached_property
+    def family(self) -> Family:
+        """The family of its architecture.
+
+        Raises:
+            BadInput: for one that is not known.
+        """
+        return family_of(self.raw_config)
+
+    @cached_property
+    def config(self) -> LengenConfig:
+        """The model as ours.
+
+        Raises:
+            BadInput: for settings that ours cannot have.
+        """
+        understood = understood_config(self.folder, self.family, self.raw_config)
+        return config_from_architecture(self.family.architecture(understood))
 
 
 def forward_settings(config: LengenConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megatron.core.inference.contexts.static_context import StaticInferenceConte
 from torch import Tensor
 
 from megatron_lengen.config import config_from_architecture
+from megatron_lengen.convert.mamba2 import is_of_mamba_ssm
 from megatron_lengen.convert.reader import open_checkpoint
 from megatron_lengen.evaluation.sources import ModelSource
 from megatron_lengen.generation.generate import more_tokens, next_logits
@@ -112,7 +113,7 @@ def is_mamba2(source: ModelSource) -> bool:
     described = json.loads((source.folder / file).read_text(encoding="utf-8"))
     if source.kind == "megatron":
         return described["model"].get("decoder") == "mamba2"
-    return described.get("model_type") == "mamba2" or "ssm_cfg" in described
+    return described.get("model_type") == "mamba2" or is_of_mamba_ssm(described)
 
 
 def load_checkpoint(source: ModelSource, dtype: torch.dtype = torch.float32) -> NativeModel:

@@ -53,6 +53,31 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_task_arguments(
+    parser: argparse.ArgumentParser, *, lengths_of: str, samples: int, batch_tokens: int
+) -> argparse._ArgumentGroup:
+    """The flags of a task with samples at several lengths, with these defaults.
+
+    Args:
+        lengths_of: what --lengths count.
+        samples: at each length.
+        batch_tokens: computed at a time.
+    """
+    group = parser.add_argument_group("task")
+    group.add_argument("--lengths", type=lengths, required=True, metavar="N,N,...", help=lengths_of)
+    group.add_argument(
+        "--samples", type=positive, default=samples, help=f"at each length (default: {samples})"
+    )
+    group.add_argument("--seed", type=int, default=42, help="decides the samples (default: 42)")
+    group.add_argument(
+        "--batch-tokens",
+        type=positive,
+        default=batch_tokens,
+        help=f"tokens computed at a time, one sample at least (default: {batch_tokens})",
+    )
+    return group
+
+
 def model_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What `add_model_arguments` read, as far as results depend on it."""
     return {"tokenizer": args.tokenizer, "device": args.device, "dtype": args.dtype}

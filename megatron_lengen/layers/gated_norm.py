@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.dropout import DropoutSite
 from megatron_lengen.layers.parts import divided
-from megatron_lengen.mamba_config import inner_size
+from megatron_lengen.mamba_config import groups_are_shared, inner_size, local_groups
 from megatron_lengen.ops.rmsnorm import affine_dropout
 
 
@@ -26,17 +26,16 @@ class GatedRMSNorm(nn.Module):
     """[s, b, d] and its gate -> [s, b, d], d the channels of this rank.
 
     One group's statistics cover all tensor-parallel ranks, two numbers a token for each pass.
-    `site` masks the output while training (`--include-mixer-norms`, or `--dropout-apply-to` has
-    masks of its own); None without.
+    `site`, where the dropout variant is applied here (`--include-mixer-norms` or
+    `--dropout-apply-to`), masks the output while training.
     """
 
     def __init__(self, config: LengenConfig) -> None:
         super().__init__()
-        ranks = config.tensor_model_parallel_size
-        channels = inner_size(config) // ranks
+        channels = inner_size(config) // config.tensor_model_parallel_size
         self.eps = config.layernorm_epsilon
-        self.groups = max(1, config.mamba_num_groups // ranks)
-        self.shared = ranks > config.mamba_num_groups
+        self.groups = local_groups(config)
+        self.shared = groups_are_shared(config)
         self.weight = divided(nn.Parameter(torch.ones(channels, dtype=config.params_dtype)))
         self.site: DropoutSite | None = None
 

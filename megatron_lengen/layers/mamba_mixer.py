@@ -41,7 +41,12 @@ from megatron_lengen.layers.parts import (
     replicated,
     sharded_parameters,
 )
-from megatron_lengen.mamba_config import convolved_parts, inner_size, projected_parts
+from megatron_lengen.mamba_config import (
+    convolved_parts,
+    inner_size,
+    local_groups,
+    projected_parts,
+)
 from megatron_lengen.ops.causal_conv import causal_conv1d, conv_step
 from megatron_lengen.ops.rmsnorm import affine_dropout
 from megatron_lengen.ops.ssd import ssd_scan, ssd_step
@@ -85,7 +90,7 @@ class Mamba2Mixer(MegatronModule):
         tp = config.tensor_model_parallel_size
         self.head_dim, self.state = config.mamba_head_dim, config.mamba_state_dim
         self.heads = config.mamba_num_heads // tp
-        self.groups = max(1, config.mamba_num_groups // tp)
+        self.groups = local_groups(config)
         self.inner = self.heads * self.head_dim
         projected = projected_parts(config)
         self.in_proj = build_module(

@@ -81,7 +81,10 @@ class GenerationEvaluation:
 
 @contextlib.contextmanager
 def _answering(chunk: nn.Module, settings: Settings) -> Iterator[NativeModel]:
-    """The model in evaluation mode, whole rows on every rank: one token cannot be divided."""
+    """The model in evaluation mode, whole rows on every rank: one token cannot be divided.
+
+    Megatron-Core's `set_model_to_sequence_parallel` would also turn on what was off before.
+    """
     inner = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     config = settings.model
     divided = [

@@ -6,11 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import Run, curve, dumps, train
-
-STEPS = "--train-iters 20"
-FEWER = 6  # enough where nothing is rounded
-LOSS, NORM = 1e-5, 1e-4  # relative
+from launcher import Run, curve, dumps
+from layouts import (
+    CP,
+    DISTRIBUTED,
+    FEWER,
+    FULL,
+    NORM,
+    OVERLAP,
+    PP,
+    SELECTIVE,
+    SINGLE_STEP,
+    SP,
+    STEPS,
+    TP,
+    VPP,
+    check_curves,
+    check_gradients,
+    check_kinds_differ,
+    check_recomputed,
+    train_all,
+)
 
 # Dropout of each kind: at the norm, on the sublayers' outputs, at every projection, inside the
 # attention, with everything that attention and its positions can do.
@@ -29,15 +45,6 @@ DROPOUT = {
     "entmax": "--position-embedding-type yarn --rotary-scaling-factor 4 --query-scaling ssmax"
     " --attention-function entmax --attention-dropout 0.1 --document-boundaries mask",
 }
-TP = "--tensor-model-parallel-size 2"
-SP = f"{TP} --sequence-parallel"
-PP = "--pipeline-model-parallel-size 2"
-VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
-CP = "--context-parallel-size 2"
-FULL = "--recompute-granularity full"
-SELECTIVE = "--recompute-granularity selective"
-DISTRIBUTED = "--use-distributed-optimizer"
-OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
 # layout -> (processes, flags, kinds of dropout to train with)
 LAYOUTS = {
@@ -64,7 +71,6 @@ LAYOUTS = {
 # layout -> (processes, flags): each also with recomputation, which must change no bit.
 RECOMPUTED_KINDS = ("vpad", "everywhere", "entmax")
 RECOMPUTED = {"single": (1, ""), "sp": (2, SP), "pp": (2, PP), "cp": (2, CP)}
-SINGLE_STEP = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0"
 # Kinds whose gradients are compared parameter by parameter after one step.
 STEPS_OF = {"": "", "vpad-": DROPOUT["vpad"], "nape-": DROPOUT["nape"]}
 
@@ -99,28 +105,18 @@ def all_runs(processes: int) -> list[Run]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Metrics and dumps of every run."""
-    folder = tmp_path_factory.mktemp("layouts")
-    for processes in (1, 2, 4):
-        train(folder, processes, all_runs(processes))
-    return folder
+    return train_all(tmp_path_factory.mktemp("layouts"), all_runs)
 
 
 @pytest.mark.parametrize(
     "layout, kind", [(layout, k) for layout, (_, _, kinds) in LAYOUTS.items() for k in kinds]
 )
 def test_losses_and_gradient_norms_agree(folder, layout, kind):
-    expected, found = folder / f"single-{kind}.jsonl", folder / f"{layout}-{kind}.jsonl"
-    assert len(curve(found)) == 20
-    torch.testing.assert_close(curve(found), curve(expected), rtol=LOSS, atol=0)
-    norms = curve(found, "grad_norm"), curve(expected, "grad_norm")
-    torch.testing.assert_close(*norms, rtol=NORM, atol=0)
+    check_curves(folder, layout, kind)
 
 
 def test_the_comparison_can_fail(folder):
-    """Kinds of dropout differ far beyond the tolerance, so equal curves say something."""
-    curves = [curve(folder / f"single-{kind}.jsonl") for kind in ("vpad", "pre_norm", "everywhere")]
-    for other in curves[1:]:
-        assert ((curves[0] - other).abs() / other).max() > 100 * LOSS
+    check_kinds_differ(folder, ["vpad", "pre_norm", "everywhere"])
     norms = [curve(folder / f"single-{kind}.jsonl", "grad_norm") for kind in DROPOUT]
     assert (norms[2] - norms[3]).abs().max() > 100 * NORM  # detached or not
 
@@ -130,42 +126,13 @@ def test_the_comparison_can_fail(folder):
 @pytest.mark.parametrize("layout", RECOMPUTED)
 def test_recomputation_changes_no_bit(folder, layout, kind, how):
     """Report 5 of the field: recomputing must replay the forward's masks."""
-    plain, recomputed = folder / f"{layout}-{kind}.jsonl", folder / f"{layout}-{kind}-{how}.jsonl"
-    for key in ("lm_loss", "grad_norm"):
-        assert torch.equal(curve(plain, key)[:FEWER], curve(recomputed, key))
-
-
-def assembled(folder: Path, name: str, what: str) -> dict[str, torch.Tensor]:
-    """Full tensors from the two ranks' dumps."""
-    ranks = dumps(folder, name, 2)
-    full = {}
-    for rank in ranks:
-        for key, dimension in rank["shards"].items():
-            parts = [r[what][key] for r in ranks if key in r[what]]
-            if len(parts) == 2 and dimension is not None and not name.endswith(("pp", "cp")):
-                if ".linear_fc1." in key:  # gate and up rows of each rank
-                    halves = [part.chunk(2) for part in parts]
-                    full[key] = torch.cat([half[i] for i in (0, 1) for half in halves])
-                else:
-                    full[key] = torch.cat(parts, dimension)
-            else:
-                full[key] = parts[0]
-    return full
+    check_recomputed(folder, f"{layout}-{kind}", f"{layout}-{kind}-{how}")
 
 
 @pytest.mark.parametrize("layout", ["tp", "sp", "pp", "cp"])
 @pytest.mark.parametrize("kind", STEPS_OF)
 def test_every_gradient_is_that_of_one_process(folder, layout, kind):
-    (single,) = dumps(folder, f"step-{kind}single", 1)
-    found = assembled(folder, f"step-{kind}{layout}", "gradients")
-    assert found.keys() == single["gradients"].keys()
-    for name, expected in single["gradients"].items():
-        rows = min(len(expected), len(found[name]))  # padding of the vocabulary differs
-        scale = expected.abs().max().item()
-        assert scale > 0, name
-        torch.testing.assert_close(
-            found[name][:rows], expected[:rows], rtol=0, atol=5e-6 * scale, msg=name
-        )
+    check_gradients(folder, kind, layout)
 
 
 @pytest.mark.parametrize("layout", ["tp", "sp", "dp", "cp"])

@@ -7,12 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 from launcher import Run, curve, dumps, train
+from layouts import (
+    DISTRIBUTED,
+    FEWER,
+    FULL,
+    LOSS,
+    NORM,
+    PP,
+    SINGLE_STEP,
+    SP,
+    STEPS,
+    TP,
+    VPP,
+    check_curves,
+    check_gradients,
+    check_kinds_differ,
+    check_recomputed,
+    train_all,
+)
 
 from megatron_lengen.compat import is_installed
-
-STEPS = "--train-iters 20"
-FEWER = 6  # enough where nothing is rounded
-LOSS, NORM = 1e-5, 1e-4  # relative
 
 GROUPS = "--mamba-num-groups 2"
 KINDS = {
@@ -23,12 +37,6 @@ KINDS = {
     "projections": f"{GROUPS} --dropout-variant vpad --dropout-rate 0.2 --dropout-apply-to i,o"
     " --dropout-keep-final-norm --untie-embeddings-and-output-weights",
 }
-TP = "--tensor-model-parallel-size 2"
-SP = f"{TP} --sequence-parallel"
-PP = "--pipeline-model-parallel-size 2"
-VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
-FULL = "--recompute-granularity full"
-DISTRIBUTED = "--use-distributed-optimizer"
 
 # layout -> (processes, flags, kinds to train)
 LAYOUTS = {
@@ -46,7 +54,6 @@ RECOMPUTED = {
     "sp": (2, f"{SP} {FULL} --recompute-num-layers 2"),
     "pp": (2, f"{PP} {FULL} --recompute-method block --recompute-num-layers 1"),
 }
-SINGLE_STEP = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0"
 STEPS_OF = {"": "", "groups-": GROUPS}
 
 
@@ -74,55 +81,29 @@ def all_runs(processes: int) -> list[Run]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Metrics and dumps of every run."""
-    folder = tmp_path_factory.mktemp("layouts")
-    for processes in (1, 2, 4):
-        train(folder, processes, all_runs(processes))
-    return folder
+    return train_all(tmp_path_factory.mktemp("layouts"), all_runs)
 
 
 @pytest.mark.parametrize(
     "layout, kind", [(layout, k) for layout, (_, _, kinds) in LAYOUTS.items() for k in kinds]
 )
 def test_losses_and_gradient_norms_agree(folder, layout, kind):
-    expected, found = folder / f"single-{kind}.jsonl", folder / f"{layout}-{kind}.jsonl"
-    assert len(curve(found)) == 20
-    torch.testing.assert_close(curve(found), curve(expected), rtol=LOSS, atol=0)
-    norms = curve(found, "grad_norm"), curve(expected, "grad_norm")
-    torch.testing.assert_close(*norms, rtol=NORM, atol=0)
+    check_curves(folder, layout, kind)
 
 
 def test_the_comparison_can_fail(folder):
-    """Kinds differ far beyond the tolerance, so equal curves say something."""
-    curves = [curve(folder / f"single-{kind}.jsonl") for kind in KINDS]
-    for other in curves[1:]:
-        assert ((curves[0] - other).abs() / other).max() > 100 * LOSS
+    check_kinds_differ(folder, list(KINDS))
 
 
 @pytest.mark.parametrize("layout", RECOMPUTED)
 def test_recomputation_changes_no_bit(folder, layout):
-    plain, recomputed = folder / f"{layout}-vpad.jsonl", folder / f"{layout}-vpad-full.jsonl"
-    for key in ("lm_loss", "grad_norm"):
-        assert torch.equal(curve(plain, key)[:FEWER], curve(recomputed, key))
+    check_recomputed(folder, f"{layout}-vpad", f"{layout}-vpad-full")
 
 
 @pytest.mark.parametrize("layout", ["sp", "pp"])
 @pytest.mark.parametrize("kind", STEPS_OF)
 def test_every_gradient_is_that_of_one_process(folder, layout, kind):
-    (single,) = dumps(folder, f"step-{kind}single", 1)
-    ranks = dumps(folder, f"step-{kind}{layout}", 2)
-    names = {name for rank in ranks for name in rank["gradients"]}
-    assert names == single["gradients"].keys()
-    for name, expected in single["gradients"].items():
-        pieces = [rank["gradients"][name] for rank in ranks if name in rank["gradients"]]
-        dimension = next(rank["shards"][name] for rank in ranks if name in rank["shards"])
-        divided = layout != "pp" and dimension is not None
-        found = torch.cat(pieces, dimension) if divided else pieces[0]
-        rows = min(len(expected), len(found))  # padding of the vocabulary differs
-        scale = expected.abs().max().item()
-        assert scale > 0, name
-        torch.testing.assert_close(
-            found[:rows], expected[:rows], rtol=0, atol=5e-6 * scale, msg=name
-        )
+    check_gradients(folder, kind, layout)
 
 
 @pytest.mark.parametrize("layout", ["tp", "sp"])

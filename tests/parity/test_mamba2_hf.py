@@ -158,6 +158,7 @@ def test_from_mamba_ssm(tmp_path, tied):
     "changes, words",
     [
         ({"ssm_cfg": {"layer": "Mamba1"}}, "ssm_cfg: found layer Mamba1; allowed: Mamba2"),
+        ({"ssm_cfg": {"d_state": 16}}, "ssm_cfg: found layer Mamba1; allowed: Mamba2"),
         ({"attn_layer_idx": [1]}, "attn_layer_idx: found [1]; allowed: none"),
         ({"d_intermediate": 64}, "d_intermediate: found 64; allowed: 0"),
         ({"rms_norm": False}, "rms_norm: found False; allowed: True"),

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import pickle
 
 import pytest
 import torch
@@ -174,6 +175,22 @@ def test_damage_falls_back_with_a_warning_or_is_refused(tmp_path, caplog, damage
         with pytest.raises(BadInput) as caught:
             find(tmp_path / "one")
         assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lost", ["place", "size"])
+def test_metadata_that_lost_a_tensors_place_or_size_is_damaged(tmp_path, lost):
+    folder = tmp_path / "iter_0000005"
+    folder.mkdir()
+    dcp.save({"decoder.a": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+    checkpoint_folder.write_description(folder, {"iteration": 5, "model": {}})
+    metadata = checkpoint_folder.read_metadata(folder)
+    if lost == "place":
+        metadata.storage_data.clear()
+    else:
+        metadata.state_dict_metadata["decoder.a"].size = None
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BadInput, match=r"\.metadata: missing or damaged"):
+        checkpoint_folder.read_metadata(folder)
 
 
 def spoil(path, where: bytes) -> None:

@@ -22,23 +22,8 @@ def build_parser() -> Parser:
         "answer (forced string and character accuracy).",
     )
     results.add_model_arguments(parser)
-    group = parser.add_argument_group("task")
-    group.add_argument(
-        "--lengths",
-        type=results.lengths,
-        required=True,
-        metavar="N,N,...",
-        help="letters of the sources",
-    )
-    group.add_argument(
-        "--samples", type=results.positive, default=500, help="of each length (default: 500)"
-    )
-    group.add_argument("--seed", type=int, default=42, help="decides the sources (default: 42)")
-    group.add_argument(
-        "--batch-tokens",
-        type=results.positive,
-        default=32768,
-        help="tokens computed at a time, one example at least (default: 32768)",
+    group = results.add_task_arguments(
+        parser, lengths_of="letters of the sources", samples=500, batch_tokens=32768
     )
     group.add_argument(
         "--train-lengths",

@@ -23,16 +23,8 @@ def build_parser() -> Parser:
         "sample scores if the number occurs in the output.",
     )
     results.add_model_arguments(parser)
-    group = parser.add_argument_group("task")
-    group.add_argument(
-        "--lengths",
-        type=results.lengths,
-        required=True,
-        metavar="N,N,...",
-        help="tokens of prompt and answer together",
-    )
-    group.add_argument(
-        "--samples", type=results.positive, default=100, help="at each length (default: 100)"
+    group = results.add_task_arguments(
+        parser, lengths_of="tokens of prompt and answer together", samples=100, batch_tokens=16384
     )
     group.add_argument(
         "--style",
@@ -60,13 +52,6 @@ def build_parser() -> Parser:
     )
     group.add_argument(
         "--digits", type=results.positive, default=7, help="digits of the number (default: 7)"
-    )
-    group.add_argument("--seed", type=int, default=42, help="decides the samples (default: 42)")
-    group.add_argument(
-        "--batch-tokens",
-        type=results.positive,
-        default=16384,
-        help="tokens computed at a time, one sample at least (default: 16384)",
     )
     group.add_argument(
         "--train-length",

@@ -95,6 +95,18 @@ def test_the_index_says_which_of_two_copies_counts(folder):
     assert torch.equal(HFFolder(folder).read("b"), TENSORS["b"] + 1) and second.exists()
 
 
+def test_files_in_folders_of_their_own(folder):
+    write(folder, 420)
+    index = folder / "model.safetensors.index.json"
+    described = json.loads(index.read_text())
+    for file in set(described["weight_map"].values()):
+        (folder / "weights").mkdir(exist_ok=True)
+        (folder / file).rename(folder / "weights" / file)
+    described["weight_map"] = {n: f"weights/{f}" for n, f in described["weight_map"].items()}
+    index.write_text(json.dumps(described))
+    same(folder)
+
+
 def test_bin_files_that_run_code_are_refused(folder):
     torch.save({"a": print}, folder / "pytorch_model.bin")
     with pytest.raises(BadInput, match=r"pytorch_model\.bin: holds code, which is not run"):
