@@ -110,10 +110,11 @@ def _yarn_fields(rotary: Mapping[str, Any], factor: float) -> dict[str, Any]:
         "rope_parameters: found truncate false; allowed: true",
     )
     given = {name: value for name, value in rotary.items() if value is not None}
-    both = [given.get("mscale"), given.get("mscale_all_dim")]
-    mscale, all_dim = both if all(both) else (None, None)  # one alone does nothing
+    mscale = all_dim = None
+    if given.get("mscale") and given.get("mscale_all_dim"):  # one alone does nothing
+        mscale, all_dim = (_number(given, name, above=0) for name in ("mscale", "mscale_all_dim"))
     usual = _mscale(factor, mscale or 1) / (_mscale(factor, all_dim) if all_dim else 1)
-    stretched = given.get("attention_factor", usual)
+    stretched = _number({"attention_factor": usual, **given}, "attention_factor", above=0)
     require(
         math.isclose(stretched, usual, rel_tol=1e-6),
         f"rope_parameters: found attention_factor {stretched}; allowed: {usual:.6g}",

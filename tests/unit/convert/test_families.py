@@ -193,6 +193,8 @@ def test_yarn_in_and_out():
         ),
         ({"original_max_position_embeddings": 0}, "found original_max_position_embeddings 0"),
         ({"beta_fast": "wide"}, "found beta_fast wide"),
+        ({"mscale": "1", "mscale_all_dim": 1.0}, "found mscale 1; allowed: a number above 0"),
+        ({"attention_factor": "1"}, "found attention_factor 1; allowed: a number above 0"),
         ({"rope_theta": 0}, "rope_parameters: found rope_theta 0; allowed: a number above 0"),
         ({"rope_type": "dynamic"}, "found rope_type dynamic; allowed: default, linear, llama3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5"),
