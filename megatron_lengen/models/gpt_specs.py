@@ -14,7 +14,6 @@ serves training with dropout, training without, and evaluation.
 
 from __future__ import annotations
 
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -37,7 +36,7 @@ from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedGateUp, MaskedQKV, MaskedRows, MaskedUp
 from megatron_lengen.layers.query_scaling import ScaledSelfAttention, scaled_heads
 from megatron_lengen.layers.te_attention import TEAttention
-from megatron_lengen.models.backends import te_backend
+from megatron_lengen.models.backends import LocalBackend, te_backend
 from megatron_lengen.ops.variants import get_variant
 
 KEYS_OF_FUSED_LAYERS = {
@@ -53,7 +52,7 @@ def gpt_layer_spec(config: LengenConfig, layer: int) -> ModuleSpec:
         BadInput: for the `te` backend without Transformer Engine.
     """
     te = config.transformer_impl == "transformer_engine"
-    backend = te_backend() if te else LocalSpecProvider()
+    backend = te_backend() if te else LocalBackend()
     masked_projections = bool(config.dropout_on and config.dropout_letters)
     between = config.dropout_on and (get_variant(config.dropout_variant).placement == "after_norm")
     scaled = any(scaled_heads(config, layer))

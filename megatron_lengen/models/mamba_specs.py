@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -38,7 +37,7 @@ from megatron_lengen.layers.mamba_mixer import (
 from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedRows
 from megatron_lengen.mamba_config import groups_are_shared
-from megatron_lengen.models.backends import te_backend
+from megatron_lengen.models.backends import LocalBackend, te_backend
 
 KEYS_OF_FUSED_LAYERS = {"norm.": "mixer.in_proj.layer_norm_"}
 
@@ -50,7 +49,7 @@ def mamba_layer_spec(config: LengenConfig) -> ModuleSpec:
         BadInput: for the `te` backend without Transformer Engine.
     """
     te = config.transformer_impl == "transformer_engine"
-    backend = te_backend() if te else LocalSpecProvider()
+    backend = te_backend() if te else LocalBackend()
     columns, rows = backend.column_parallel_linear(), backend.row_parallel_linear()
     if groups_are_shared(config):
         columns = SharedGroupProjection

@@ -247,7 +247,9 @@ def _mfu(rate: float, device: str) -> float | None:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as text."""
-    lines = [f"{'step':<19} {'seconds':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'to ours':>8}"]
+    lines = [
+        f"{'step':<19} {'seconds':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'to ours':>8}"
+    ]
     for row in results:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         lines.append(
