@@ -60,13 +60,15 @@ class _LazyFuser(importlib.abc.MetaPathFinder):
 
             def execute_and_change(module: ModuleType) -> None:
                 execute(module)
-                module.jit_fuser = _compiled_when_called  # type: ignore[attr-defined]
+                module.jit_fuser = compiled_when_called  # type: ignore[attr-defined]
 
             spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec
 
 
-def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that PyTorch compiles at its first call."""
+
     @functools.cache
     def compiled() -> Callable[..., Any]:
         import torch

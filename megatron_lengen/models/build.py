@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.linear import ColumnLinear
-from megatron_lengen.layers.rotary import scale_frequencies
+from megatron_lengen.layers.rotary import fuse_rotation, scale_frequencies
 from megatron_lengen.models import gpt_specs, mamba_specs
 from megatron_lengen.models.by_layer import load_by_layer, without_weights
 from megatron_lengen.models.gpt_specs import gpt_block_spec
@@ -78,6 +78,7 @@ def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any
         **common,
     )
     if config.position_embedding_type == "rope":
+        fuse_rotation(config)
         scale_frequencies(model.rotary_pos_emb, config)
     return model
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.attention import CausalAttention
 from megatron_lengen.layers.dropout import ResidualAdd
+from megatron_lengen.layers.mlp import FeedForward
 from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedGateUp, MaskedQKV, MaskedRows, MaskedUp
 from megatron_lengen.layers.query_scaling import ScaledSelfAttention, scaled_heads
@@ -87,7 +88,9 @@ def gpt_layer_spec(config: LengenConfig, layer: int) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=ResidualAdd,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=rows)),
+            mlp=ModuleSpec(
+                module=FeedForward, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=rows)
+            ),
             mlp_bda=ResidualAdd,
             sharded_state_dict_keys_map={} if norm_in_linear else dict(KEYS_OF_FUSED_LAYERS),
         ),
