@@ -75,7 +75,8 @@ def load_library() -> ctypes.CDLL | None:
 def serves(x: Tensor) -> bool:
     """Whether there are kernels for a tensor: on the CPU, in fp32 or bf16, with elements."""
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0
-    return fits and load_library() is not None
+    # PyTorch's compiler fuses operations by itself, and does not see through these kernels.
+    return fits and not torch.compiler.is_compiling() and load_library() is not None
 
 
 def run(name: str, dtype: torch.dtype, call: ctypes.Structure) -> None:

@@ -86,5 +86,6 @@ def _served(a: Tensor, b: Tensor, multiplications: int) -> bool:
         multiplications >= SMALLEST
         and a.dtype == b.dtype == torch.float32
         and a.device.type == b.device.type == "cpu"
+        and not torch.compiler.is_compiling()
         and onednn_is_faster()
     )
