@@ -41,6 +41,7 @@ SOURCES: dict[str, type] = {
 RENAMED = {
     "layernorm_epsilon": "--norm-epsilon",
     "gated_linear_unit": "--swiglu",
+    "fp8": "--fp8-format",
     "add_bias_linear": "--disable-bias-linear",
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
@@ -66,12 +67,20 @@ SERVED = frozenset(
     """,
     )
 )
+# Fields that only mean something with --fp8-format.
+FP8 = frozenset(
+    """
+    fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    """.split()
+)
 _NO_FLAG = frozenset({"cuda_graph_scope", "decoder"})
 # Fields that say nothing about a decoder: its entry script does not have their flags.
 _NOT_OF = {
     "transformer": frozenset(MAMBA_FIELDS),
     "mamba2": frozenset(ARCHITECTURE_FIELDS) - frozenset(MAMBA_ARCHITECTURE_FIELDS)
-    | {"window_size", "attention_dropout", "attention_dropout_layers", "recompute_modules"},
+    | {"window_size", "attention_dropout", "attention_dropout_layers", "recompute_modules"}
+    | FP8,
 }
 _PACKAGE = "megatron_lengen."
 
@@ -101,7 +110,7 @@ def all_flags() -> tuple[Flag, ...]:
         hints, docs = typing.get_type_hints(cls), _documentation(cls)
         own = _own_fields(cls)
         for field in dataclasses.fields(cls):
-            served = field.name in SERVED or field.name in own
+            served = field.name in SERVED | FP8 or field.name in own
             if field.name in flags or field.name in _NO_FLAG or not served:
                 continue
             default = field.default
