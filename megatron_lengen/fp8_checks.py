@@ -127,12 +127,12 @@ def _check_sizes(config: LengenConfig) -> None:
     heads = config.num_attention_heads
     channels = config.kv_channels or config.hidden_size // heads
     queries = heads * channels
-    keys = (config.num_query_groups or heads) * channels
+    fused = queries + 2 * (config.num_query_groups or heads) * channels
     for flag, what, size in (
         ("--hidden-size", "", config.hidden_size),
         ("--ffn-hidden-size", "on a rank ", (config.ffn_hidden_size or 4 * config.hidden_size)),
         ("--num-attention-heads", "channels of a rank's heads ", queries),
-        ("--num-query-groups", "channels of a rank's queries, keys and values ", queries + 2 * keys),
+        ("--num-query-groups", "channels of a rank's queries, keys and values ", fused),
     ):
         here = size // tp if what else size
         require(

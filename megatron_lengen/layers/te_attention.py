@@ -22,8 +22,8 @@ from megatron_lengen.layers.attention import CausalAttention
 from megatron_lengen.ops.attention_choice import choose_aloud, request_of
 from megatron_lengen.ops.weighting import Weighting
 
-# Where the documents of the micro-batches in flight end, by the tensor that announced them: counting
-# them waits for the device, which must not happen in every layer.
+# Where the documents of micro-batches in flight end, by the tensor that announced them: counting
+# waits for the device, which must not happen in every layer.
 _PACKED: Any = WeakTensorKeyDictionary()
 
 

@@ -27,7 +27,7 @@ def te_dropout_norm() -> Any:
     from megatron.core.extensions.transformer_engine import _get_extra_te_kwargs
     from transformer_engine.pytorch import RMSNorm
 
-    class TEDropoutRMSNorm(NormWithSite, RMSNorm):  # type: ignore[misc, valid-type]
+    class TEDropoutRMSNorm(NormWithSite, RMSNorm):
         """As `layers.norm.DropoutRMSNorm`, built with the settings of Megatron-Core's TENorm."""
 
         # A norm alone quantizes nothing, so it has no state beside its weight: the keys of

@@ -8,8 +8,9 @@ A spec is chosen by two things:
 | te      | yes                 | TEDropoutRMSNorm   | TE's column-parallel              |
 | te      | no                  | inside the linear  | TE's fused norm and linear        |
 
-Layers that --dropout-layers leaves out are layers without dropout. `sharded_state_dict_keys_map` gives all of them the keys of TE's fused layers, so one checkpoint
-serves training with dropout, training without, and evaluation.
+Layers that --dropout-layers leaves out are layers without dropout. `sharded_state_dict_keys_map`
+gives all of them the keys of TE's fused layers, so one checkpoint serves training with dropout,
+training without, and evaluation.
 """
 
 from __future__ import annotations

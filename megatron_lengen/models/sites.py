@@ -104,7 +104,7 @@ def _sites_of_block(
         yield "mixer.norm", mixer.norm, Site.GATED_NORM, None
 
 
-def _site(config: LengenConfig, layer: int, site: Site, module: nn.Module) -> DropoutSite:
+def _site(config: LengenConfig, layer: int, site: Site, module: object) -> DropoutSite:
     at_sequence_shard = isinstance(module, NormWithSite | ResidualAdd | Mamba2Mixer)
     return DropoutSite(
         variant=config.dropout_variant,

@@ -69,10 +69,13 @@ SERVED = frozenset(
 )
 # Fields that only mean something with --fp8-format.
 FP8 = frozenset(
-    """
+    re.findall(
+        r"\w+",
+        """
     fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
     num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
-    """.split()
+    """,
+    )
 )
 _NO_FLAG = frozenset({"cuda_graph_scope", "decoder"})
 # Fields that say nothing about a decoder: its entry script does not have their flags.
