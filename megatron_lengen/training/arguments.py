@@ -118,6 +118,11 @@ def parse_settings(
     training.check(data_parallel_size, optimizer.lr, optimizer.min_lr)
     training.check_tasks(model, data_parallel_size)
     check_fp8_tokens(model, training.micro_batch_size)
+    require(
+        training.rerun_mode == "disabled" or model.fp8 is None or model.fp8_recipe != "delayed",
+        f"--rerun-mode {training.rerun_mode}: found with --fp8-recipe delayed, whose scales are "
+        "others in every forward; allowed: another recipe",
+    )
     _check_data_files(training, tokenizer)
     _check_packages(training, model)
     ddp = _data_parallelism(given)

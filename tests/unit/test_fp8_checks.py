@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import tiny_config, tiny_mamba
@@ -9,6 +11,7 @@ from tiny_models import tiny_config, tiny_mamba
 from megatron_lengen.errors import BadInput
 from megatron_lengen.fp8_checks import RECIPES, check_fp8_tokens
 from megatron_lengen.training import arguments
+from megatron_lengen.training.deepspeed_config import check_features
 from megatron_lengen.training.flags import FP8, all_flags
 
 TE = {
@@ -155,6 +158,10 @@ COMMAND = (
         ("--mock-data --fp8-recipe custom", "--fp8-recipe: found custom; allowed: delayed, "),
         ("--mock-data --fp8-format e5m2", "--fp8-format: found e5m2; allowed: e4m3, hybrid"),
         (
+            "--mock-data --save here --rerun-mode validate_results",
+            "--rerun-mode validate_results: found with --fp8-recipe delayed",
+        ),
+        (
             "--copy-task 4-8 --eval-generation 8",
             "--eval-generation: not with --fp8-format",
         ),
@@ -167,6 +174,18 @@ def test_command_lines(monkeypatch, flags, message):
     with pytest.raises(BadInput, match=message) as caught:
         arguments.parse_settings((COMMAND + flags).split(), "test")
     assert "\n" not in str(caught.value)
+
+
+def test_deepspeed_has_no_fp8():
+    others = SimpleNamespace(
+        rerun_mode="disabled",
+        use_distributed_optimizer=False,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
+    check_features(others, tiny_config(**TE), others, others)
+    with pytest.raises(BadInput, match="--fp8-format: not with --engine deepspeed"):
+        check_features(others, tiny_config(**ON), others, others)
 
 
 def test_mambas_script_points_to_the_other():

@@ -21,9 +21,11 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import BadInput
 from megatron_lengen.layers import te_attention
 from megatron_lengen.layers.coordinates import set_documents, set_samples
+from megatron_lengen.layers.dropout import Site
 from megatron_lengen.layers.te_norm import te_dropout_norm
 from megatron_lengen.models.backends import why_no_fp8
 from megatron_lengen.models.build import build_chunks
+from megatron_lengen.models.sites import _site
 from megatron_lengen.ops.attention_choice import choose
 from megatron_lengen.training import arguments
 
@@ -173,6 +175,7 @@ def test_a_norm_has_megatrons_settings():
     norm = te_dropout_norm()(config=config, hidden_size=32, eps=1e-6)
     assert norm.weight.dtype == torch.bfloat16 and norm.weight.sequence_parallel is True
     assert norm.eps == 1e-6 and not norm.zero_centered_gamma
+    assert _site(config, 0, Site.ATTENTION_NORM, norm).sequence_sharded  # masks of its tokens
     alone = te_dropout_norm()(tiny_config(), 32)
     assert alone.weight.dtype == torch.float32 and alone.weight.sequence_parallel is False
 
