@@ -51,8 +51,19 @@ RENAMED = {
     "dropout_detach_beta": "--dropout-no-detach-beta",
 }
 
+# Fields that only mean something with --fp8-format.
+FP8 = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    """,
+    )
+)
+
 # What this package serves of Megatron-Core's own dataclasses; its own fields are all flags.
-SERVED = frozenset(
+SERVED = FP8 | frozenset(
     re.findall(
         r"\w+",
         """
@@ -64,16 +75,6 @@ SERVED = frozenset(
     recompute_method recompute_num_layers recompute_modules lr min_lr weight_decay adam_beta1
     adam_beta2 adam_eps clip_grad use_distributed_optimizer overlap_param_gather
     overlap_grad_reduce grad_reduce_in_fp32
-    """,
-    )
-)
-# Fields that only mean something with --fp8-format.
-FP8 = frozenset(
-    re.findall(
-        r"\w+",
-        """
-    fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
-    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     """,
     )
 )
@@ -113,7 +114,7 @@ def all_flags() -> tuple[Flag, ...]:
         hints, docs = typing.get_type_hints(cls), _documentation(cls)
         own = _own_fields(cls)
         for field in dataclasses.fields(cls):
-            served = field.name in SERVED | FP8 or field.name in own
+            served = field.name in SERVED or field.name in own
             if field.name in flags or field.name in _NO_FLAG or not served:
                 continue
             default = field.default
