@@ -104,7 +104,7 @@ def rms_norm_dropout(x: Tensor, gain: Tensor, eps: float, dropout: Dropout | Non
     Args:
         x: [s, b, d]; strides as they come. Kernels take fp32 and bf16, on GPUs fp16 too; other
             dtypes take the PyTorch path.
-        gain: [d].
+        gain: [d], of any dtype.
         eps: added to the mean square.
         dropout: None (or rate 0) gives the plain norm, bitwise.
 
@@ -169,6 +169,7 @@ class _NormDropout(torch.autograd.Function):
         dropout: Dropout | None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         x = x.contiguous()
+        gain = None if gain is None else gain.contiguous()
         residual = None if residual is None else residual.contiguous()
         kernels = _kernels_for(x)
         z, total, *numbers = _forward(kernels, x, residual, gain, eps, dropout)
