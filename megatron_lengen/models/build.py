@@ -10,14 +10,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
+from megatron_lengen.layers.output import turn_into_output_layer
 from megatron_lengen.layers.rotary import scale_frequencies
 from megatron_lengen.models import gpt_specs, mamba_specs
 from megatron_lengen.models.by_layer import load_by_layer, without_weights
 from megatron_lengen.models.gpt_specs import gpt_block_spec
+from megatron_lengen.models.losses import TransformerModel
 from megatron_lengen.models.mamba_specs import Mamba2Model, mamba_stack_spec
 from megatron_lengen.models.sites import assign_sites
 from megatron_lengen.models.weights import (
@@ -58,12 +59,12 @@ def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> LanguageMo
         model = _gpt_model(config, vp_stage, common)
     assign_sites(model, config)
     if last:
-        _hide_padded_vocabulary(model, config)
+        turn_into_output_layer(model.output_layer, config.vocab_size)
     return model
 
 
-def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any]) -> GPTModel:
-    model = GPTModel(
+def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any]) -> TransformerModel:
+    model = TransformerModel(
         transformer_layer_spec=gpt_block_spec(config, vp_stage),
         # NAPE is a bias of the core attention; nothing is added to embeddings or rotated.
         position_embedding_type=(
@@ -77,23 +78,6 @@ def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any
     if config.position_embedding_type == "rope":
         scale_frequencies(model.rotary_pos_emb, config)
     return model
-
-
-def _hide_padded_vocabulary(model: LanguageModule, config: LengenConfig) -> None:
-    """Give padded rows of the vocabulary no probability.
-
-    Padding depends on the layout (a multiple of the tensor-parallel size); the loss must not.
-    """
-    rows = config.padded_vocab_size // config.tensor_model_parallel_size
-    first = rows * parallel_state.get_tensor_model_parallel_rank()
-    real = max(0, min(rows, config.vocab_size - first))
-    if real == rows:
-        return
-
-    def hide(module: nn.Module, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
-        output[0][..., real:] = torch.finfo(output[0].dtype).min
-
-    model.output_layer.register_forward_hook(hide)
 
 
 class InferenceModel(nn.Module):

@@ -64,7 +64,7 @@ def test_the_split_into_micro_batches_does_not_matter(process_groups, size):
     squares = 0.0
     for name, found in gradients(trainer).items():
         reference = expected[name.removeprefix("module.")]
-        torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found, reference, rtol=1e-5, atol=3e-7)
         squares += reference.double().pow(2).sum().item()
     assert result.grad_norm == pytest.approx(math.sqrt(squares), rel=1e-5)
 
