@@ -40,7 +40,7 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
     hidden_dropout: float = 0.0
     """Kept at 0: dropout on the sublayer outputs is `--dropout-variant pre_norm` here."""
 
-    cross_entropy_fusion_impl: Literal["linear", "native", "te", "none"] = "linear"  # type: ignore[assignment]
+    cross_entropy_fusion_impl: Literal["linear", "native", "te", "none"] = "linear"
     """Cross-entropy: `linear`, in one step with the output projection and without whole logits; or
     from logits: Megatron-Core's `native` fusion, Transformer Engine's `te`, or `none`."""
 

@@ -63,7 +63,9 @@ def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> LanguageMo
     return model
 
 
-def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any]) -> TransformerModel:
+def _gpt_model(
+    config: LengenConfig, vp_stage: int | None, common: dict[str, Any]
+) -> TransformerModel:
     model = TransformerModel(
         transformer_layer_spec=gpt_block_spec(config, vp_stage),
         # NAPE is a bias of the core attention; nothing is added to embeddings or rotated.

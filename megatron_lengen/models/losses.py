@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
@@ -10,15 +10,13 @@ from torch import Tensor
 
 from megatron_lengen.layers.output import OutputLayer, Targets
 
-_Base = LanguageModule if TYPE_CHECKING else object
 
-
-class WeightedLosses(_Base):
+class WeightedLosses(LanguageModule):
     """Comes before GPTModel or MambaModel; its output layer is an `OutputLayer`.
 
-    With labels, `forward` gives fp32 losses [b, s], times the loss mask where there is one. With
-    `--cross-entropy-fusion-impl linear` the output layer computes them without logits; Megatron-Core
-    does from logits otherwise.
+    With labels, `forward` gives fp32 losses [b, s], times the loss mask where there is one. The
+    output layer computes them without logits under `--cross-entropy-fusion-impl linear`, otherwise
+    Megatron-Core does from logits.
     """
 
     _targets: Targets | None = None
@@ -54,8 +52,8 @@ class WeightedLosses(_Base):
         if targets is not None and self.config.cross_entropy_fusion_impl == "linear":
             return logits.transpose(0, 1).contiguous()
         losses = super().compute_language_model_loss(labels, logits)
-        weighted = targets is not None and targets.loss_mask is not None
-        return losses * targets.loss_mask if weighted else losses
+        mask = None if targets is None else targets.loss_mask
+        return losses if mask is None else losses * mask
 
 
 class TransformerModel(WeightedLosses, GPTModel):

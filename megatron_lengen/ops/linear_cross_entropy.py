@@ -315,7 +315,7 @@ def _adds_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _addmm_in_fp32(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """total += left @ right; with `first`, total = left @ right."""
-    torch.addmm(total, left, right, torch.float32, beta=0 if first else 1, out=total)  # type: ignore[call-overload]
+    torch.addmm(total, left, right, torch.float32, beta=0 if first else 1, out=total)
 
 
 # ---- softmax of a chunk --------------------------------------------------------------------------

@@ -25,6 +25,10 @@ OF_MAMBA = {"--mamba-state-dim", "--mamba-num-groups", "--mamba-init", "--includ
 
 # Flags of Megatron-LM, as its users write them, and the field each sets here.
 MEGATRON_LM = {
+    "--cross-entropy-loss-fusion": ("cross_entropy_loss_fusion", True),
+    "--cross-entropy-fusion-impl native": ("cross_entropy_fusion_impl", "native"),
+    "--cross-entropy-fusion-impl te": ("cross_entropy_fusion_impl", "te"),
+    "--cross-entropy-fusion-impl linear": ("cross_entropy_fusion_impl", "linear"),
     "--num-layers 4": ("num_layers", 4),
     "--hidden-size 8": ("hidden_size", 8),
     "--ffn-hidden-size 8": ("ffn_hidden_size", 8),
