@@ -42,7 +42,7 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
 
     cross_entropy_fusion_impl: Literal["linear", "native", "te", "none"] = "linear"
     """Cross-entropy: `linear`, in one step with the output projection and without whole logits; or
-    from logits: Megatron-Core's `native` fusion, Transformer Engine's `te`, or `none`."""
+    from logits: Megatron-Core's `native` fusion (bf16), Transformer Engine's `te`, or `none`."""
 
     cross_entropy_loss_fusion: bool = False
     """Accepted for Megatron-LM's scripts; --cross-entropy-fusion-impl alone says what is used."""

@@ -326,9 +326,14 @@ def _check_loss(config: LengenConfig) -> None:
         f"--cross-entropy-fusion-impl: found {found}; allowed: {', '.join(allowed)}",
     )
     require(
+        found != "native" or config.bf16,
+        "--cross-entropy-fusion-impl: found native without --bf16; it rounds gradients to bf16; "
+        "allowed without: linear, none",
+    )
+    require(
         found != "te" or (have_transformer_engine() and torch.cuda.is_available()),
         "--cross-entropy-fusion-impl: found te; it needs Transformer Engine and a GPU; allowed "
-        "without: linear, native, none",
+        "without: linear, none, with --bf16 native",
     )
     require(
         not config.mtp_num_layers,

@@ -28,7 +28,7 @@ from megatron_lengen.ops import linear_cross_entropy_native as compiled
 # weight, which passes through memory for that, so few large chunks are faster than many small ones.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 # Rows of the weight's gradient whose 16-bit products join the fp32 sum at a time, in cache.
-_ROWS_IN_CACHE = 2048
+_ROWS_IN_CACHE = 1024
 
 
 def linear_cross_entropy(
@@ -56,7 +56,8 @@ def linear_cross_entropy(
             probability (default: all).
         group: ranks that hold the vocabulary in equal parts, in order. The gradient of `hidden` is
             this rank's part of a sum over them, which is left to the caller.
-        chunk: tokens whose logits exist at a time (default: what CHUNK_BYTES allows).
+        chunk: tokens whose logits exist at a time, equal on all ranks (default: what CHUNK_BYTES
+            allows).
 
     Returns:
         [t], fp32 (fp64 for fp64). Softmax and sums over chunks are in that dtype, too; matrices are
@@ -107,7 +108,8 @@ def _losses(
 ) -> Tensor:
     first = 0 if group is None else group.rank() * weight.shape[0]
     if chunk is None:
-        size = vocabulary * hidden.element_size()
+        # By all rows, padding or not: ranks exchange messages for every chunk.
+        size = weight.shape[0] * hidden.element_size()
         chunk = tokens_of_chunk(len(hidden), size, hidden.device.type)
     work = _Work((labels - first).contiguous(), vocabulary, group, chunk)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -121,7 +123,7 @@ def tokens_of_chunk(tokens: int, logits: int, device: str) -> int:
     """Tokens whose logits exist at a time: what CHUNK_BYTES allow, in equal parts.
 
     Args:
-        logits: bytes of a token's.
+        logits: bytes of a token's, of padded rows, too.
         device: `cpu` or a kind of GPU.
     """
     most = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(1, logits))
@@ -293,7 +295,10 @@ class _WeightGradient:
             for rows in range(0, len(total), _ROWS_IN_CACHE):
                 product = left[rows : rows + _ROWS_IN_CACHE] @ x
                 here = total[rows : rows + _ROWS_IN_CACHE]
-                here.copy_(product if first else here + product)
+                if first:
+                    here.copy_(product)
+                else:
+                    here.add_(product)
 
     def value(self) -> Tensor:
         """The sum, in the weight's dtype."""
@@ -305,12 +310,13 @@ class _WeightGradient:
 def _adds_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products of 16-bit matrices can be added to an fp32 one without being rounded."""
     ones = torch.ones(16, 16, dtype=dtype, device=device)
-    total = torch.full((16, 16), 2.0**-19, device=device)  # 16 + 2^-19 needs fp32's 24 bits
+    total = torch.full((16, 16), torch.nan, device=device)
     try:
-        _addmm_in_fp32(total, ones, ones, first=False)
+        _addmm_in_fp32(total, ones, ones, first=True)
+        _addmm_in_fp32(total, ones, 2.0**-23 * ones, first=False)
     except (RuntimeError, TypeError):  # a PyTorch or a device without it
         return False
-    return bool((total == 16 + 2.0**-19).all())
+    return bool((total == 16 + 2.0**-19).all())  # which needs all of fp32's bits
 
 
 def _addmm_in_fp32(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

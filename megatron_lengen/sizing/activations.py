@@ -298,7 +298,7 @@ def fused_loss_memory(
         device: `cuda` or `cpu`, which the chunks depend on.
     """
     table = rows * hidden * number
-    at_once = tokens_of_chunk(tokens, vocabulary * number, device)
+    at_once = tokens_of_chunk(tokens, rows * number, device)
     logits, sums = at_once * vocabulary * number, table
     if number == 2 and at_once < tokens:
         sums = 4 * rows * hidden  # copied at the end, when there are no logits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lengen.layers.coordinates import set_samples
 from megatron_lengen.models.build import InferenceModel, build_chunks
-from megatron_lengen.ops.linear_cross_entropy import linear_cross_entropy
+from megatron_lengen.ops.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 from megatron_lengen.runtime import distributed
 from megatron_lengen.training.arguments import parse_settings
 
@@ -42,23 +42,17 @@ def operator(vocabulary: int, masked: bool, total: str) -> dict[str, Tensor]:
     hidden, weight, labels, mask = inputs(vocabulary)
     hidden.requires_grad_()
     part = weight[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_()
-    losses = linear_cross_entropy(
-        hidden,
-        part,
-        labels,
-        mask if masked else None,
-        vocabulary=max(0, min(ROWS, vocabulary - rank * ROWS)),
-        group=dist.group.WORLD,
-        chunk=4,
-    )
+    here = {
+        "factors": mask if masked else None,
+        "vocabulary": max(0, min(ROWS, vocabulary - rank * ROWS)),
+        "group": dist.group.WORLD,
+    }
+    losses = linear_cross_entropy(hidden, part, labels, **here)
     (losses.sum() if total == "sum" else losses.square().sum()).backward()
     assert hidden.grad is not None and part.grad is not None
     dist.all_reduce(hidden.grad)
     with torch.no_grad():
-        again = linear_cross_entropy(
-            hidden, part, labels, mask if masked else None, group=dist.group.WORLD,
-            vocabulary=max(0, min(ROWS, vocabulary - rank * ROWS)),
-        )  # fmt: skip
+        again = linear_cross_entropy(hidden, part, labels, **here, chunk=5)
     return {
         "losses": losses.detach(),
         "again": again,
@@ -85,6 +79,8 @@ def main(folder: Path, runs: list[dict[str, Any]]) -> None:
         torch.save(gathered_logits(run["flags"]), folder / f"{run['name']}.rank{rank}.pt")
         leave_layout()
     if dist.get_world_size() == 2:
+        # A few tokens at a time, however many rows are padding.
+        CHUNK_BYTES["cpu"] = 4 * ROWS * 4
         found = {
             f"{vocabulary} {masked} {total}": operator(vocabulary, masked, total)
             for vocabulary in VOCABULARIES

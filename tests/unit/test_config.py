@@ -196,6 +196,7 @@ REFUSED = [
         {"cross_entropy_fusion_impl": "fast"},
         "--cross-entropy-fusion-impl: found fast; allowed: linear, native, te, none",
     ),
+    ({"cross_entropy_fusion_impl": "native"}, "--cross-entropy-fusion-impl: found native without"),
     ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl: found te; it needs"),
     ({"mtp_num_layers": 1}, "--mtp-num-layers: found 1"),
 ]

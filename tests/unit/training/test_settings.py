@@ -157,8 +157,8 @@ def without(flag: str) -> str:
     [
         ("", "linear", False),
         ("--cross-entropy-loss-fusion", "linear", False),
-        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl native", "native", True),
-        ("--cross-entropy-fusion-impl native", "native", True),
+        ("--bf16 --cross-entropy-loss-fusion --cross-entropy-fusion-impl native", "native", True),
+        ("--bf16 --cross-entropy-fusion-impl native", "native", True),
         ("--cross-entropy-fusion-impl none", "none", False),
     ],
 )
