@@ -26,9 +26,11 @@ from megatron_lengen.ops import linear_cross_entropy_native as compiled
 
 # Bytes of logits that exist at a time. Each chunk adds its part to the whole gradient of the
 # weight, which passes through memory for that, so few large chunks are faster than many small ones.
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-# Rows of the weight's gradient whose 16-bit products join the fp32 sum at a time, in cache.
-_ROWS_IN_CACHE = 1024
+CHUNK_BYTES = {"cpu": 96 * 2**20, "cuda": 512 * 2**20}
+_MULTIPLE = 32  # of tokens: matrices of odd sizes are multiplied at a lower speed
+# Rows of the weight's gradient whose 16-bit products join the fp32 sum at a time: few enough to be
+# in cache, not so few that threads would meet all the time.
+_ROWS_AT_A_TIME = 8192
 
 
 def linear_cross_entropy(
@@ -120,15 +122,19 @@ def _losses(
 
 
 def tokens_of_chunk(tokens: int, logits: int, device: str) -> int:
-    """Tokens whose logits exist at a time: what CHUNK_BYTES allow, in equal parts.
+    """Tokens whose logits exist at a time: what CHUNK_BYTES allow, in parts as good as equal.
 
     Args:
         logits: bytes of a token's, of padded rows, too.
         device: `cpu` or a kind of GPU.
     """
     most = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(1, logits))
-    chunks = max(1, -(-tokens // most))
-    return max(1, -(-tokens // chunks))
+    if most >= tokens:
+        return max(1, tokens)
+    multiple = _MULTIPLE if most >= _MULTIPLE else 1
+    most -= most % multiple
+    part = -(-tokens // -(-tokens // most))
+    return -(-part // multiple) * multiple
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -292,9 +298,9 @@ class _WeightGradient:
         elif x.is_cuda and _adds_in_fp32(x.dtype, x.device):
             _addmm_in_fp32(total, left, x, first)
         else:
-            for rows in range(0, len(total), _ROWS_IN_CACHE):
-                product = left[rows : rows + _ROWS_IN_CACHE] @ x
-                here = total[rows : rows + _ROWS_IN_CACHE]
+            for rows in range(0, len(total), _ROWS_AT_A_TIME):
+                product = left[rows : rows + _ROWS_AT_A_TIME] @ x
+                here = total[rows : rows + _ROWS_AT_A_TIME]
                 if first:
                     here.copy_(product)
                 else:

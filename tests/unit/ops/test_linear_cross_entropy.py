@@ -264,9 +264,11 @@ def test_no_tensor_of_all_logits(path, mask):
     assert whole.elements == tokens * ROWS
 
 
-def test_default_chunks_bound_the_logits(monkeypatch):
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 10 * ROWS * 4)
-    hidden, weight, labels = inputs(tokens=101)
+@pytest.mark.parametrize("most, chunks, largest", [(10, 11, 10), (70, 4, 64), (500, 1, 201)])
+def test_default_chunks_bound_the_logits(monkeypatch, most, chunks, largest):
+    tokens = 101 if most == 10 else 201
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", most * ROWS * 4)
+    hidden, weight, labels = inputs(tokens=tokens)
     sizes: list[int] = []
 
     def noted(step: str, logits: Tensor, *rest: Tensor) -> None:
@@ -275,8 +277,7 @@ def test_default_chunks_bound_the_logits(monkeypatch):
 
     monkeypatch.setattr(module, "softmax_step", noted)
     linear_cross_entropy(hidden, weight, labels)
-    assert sum(sizes) == 101 and len(sizes) == 11 and max(sizes) <= 10
-    assert max(sizes) - min(sizes) <= 10 - 1
+    assert sum(sizes) == tokens and len(sizes) == chunks and max(sizes) == largest
 
 
 def test_gradients_of_bf16_weights_add_up_in_fp32(path):
