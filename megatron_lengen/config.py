@@ -41,6 +41,13 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
     hidden_dropout: float = 0.0
     """Kept at 0: dropout on the sublayer outputs is `--dropout-variant pre_norm` here."""
 
+    cross_entropy_fusion_impl: Literal["linear", "native", "te", "none"] = "linear"
+    """Cross-entropy: `linear`, in one step with the output projection and without whole logits; or
+    from logits: Megatron-Core's `native` fusion (bf16), Transformer Engine's `te`, or `none`."""
+
+    cross_entropy_loss_fusion: bool = False
+    """Accepted for Megatron-LM's scripts; --cross-entropy-fusion-impl alone says what is used."""
+
     attention_dropout: float = 0.0
     """Probability of dropping an attention weight; masks are functions of their coordinates."""
 
@@ -226,6 +233,8 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
         if self.virtual_pipeline_model_parallel_size is not None:
             # Batched messages of two chunks mix up where a pipeline has only two stages.
             self.overlap_p2p_comm, self.batch_p2p_comm = True, False
+        # Whether Megatron-Core's own losses, which take logits, are fused.
+        self.cross_entropy_loss_fusion = self.cross_entropy_fusion_impl in ("native", "te")
         # Weights are drawn by name after the build (models.weights); Megatron still has to mark
         # which parameters are sharded, which it does only where it initializes.
         self.init_method = self.output_layer_init_method = _leave_weights

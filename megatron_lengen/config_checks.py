@@ -294,6 +294,7 @@ def _check_unsupported(config: LengenConfig) -> None:
         not config.layernorm_zero_centered_gamma,
         "--apply-layernorm-1p: not available; gains are stored as they multiply",
     )
+    _check_loss(config)
     for module in config.recompute_modules or ():
         require(
             module in _RECOMPUTED,
@@ -315,6 +316,28 @@ def _check_unsupported(config: LengenConfig) -> None:
     require(
         config.num_moe_experts is None,
         f"--num-experts: found {config.num_moe_experts}; mixtures of experts are not available",
+    )
+
+
+def _check_loss(config: LengenConfig) -> None:
+    found, allowed = config.cross_entropy_fusion_impl, ("linear", "native", "te", "none")
+    require(
+        found in allowed,
+        f"--cross-entropy-fusion-impl: found {found}; allowed: {', '.join(allowed)}",
+    )
+    require(
+        found != "native" or config.bf16,
+        "--cross-entropy-fusion-impl: found native without --bf16; it rounds gradients to bf16; "
+        "allowed without: linear, none",
+    )
+    require(
+        found != "te" or (have_transformer_engine() and torch.cuda.is_available()),
+        "--cross-entropy-fusion-impl: found te; it needs Transformer Engine and a GPU; allowed "
+        "without: linear, none, with --bf16 native",
+    )
+    require(
+        not config.mtp_num_layers,
+        f"--mtp-num-layers: found {config.mtp_num_layers}; multi-token prediction is not available",
     )
 
 

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.layers.linear import ColumnLinear
 from megatron_lengen.layers.norm import DropoutRMSNorm, NormWithSite
+from megatron_lengen.layers.output import turn_into_output_layer
 from megatron_lengen.layers.rotary import fuse_rotation, scale_frequencies
 from megatron_lengen.models import gpt_specs, mamba_specs
 from megatron_lengen.models.by_layer import load_by_layer, without_weights
 from megatron_lengen.models.gpt_specs import gpt_block_spec
+from megatron_lengen.models.losses import TransformerModel
 from megatron_lengen.models.mamba_specs import Mamba2Model, mamba_stack_spec
 from megatron_lengen.models.sites import assign_sites
 from megatron_lengen.models.weights import (
@@ -62,14 +62,14 @@ def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> LanguageMo
     if config.decoder == "transformer":
         _fuse_residual_additions(model, config)
     if last:
-        # Megatron-Core's models build this one by themselves; it differs in its arithmetic only.
-        model.output_layer.__class__ = ColumnLinear
-        _hide_padded_vocabulary(model, config)
+        turn_into_output_layer(model.output_layer, config.vocab_size)
     return model
 
 
-def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any]) -> GPTModel:
-    model = GPTModel(
+def _gpt_model(
+    config: LengenConfig, vp_stage: int | None, common: dict[str, Any]
+) -> TransformerModel:
+    model = TransformerModel(
         transformer_layer_spec=gpt_block_spec(config, vp_stage),
         # NAPE is a bias of the core attention; nothing is added to embeddings or rotated.
         position_embedding_type=(
@@ -86,7 +86,7 @@ def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any
     return model
 
 
-def _fuse_residual_additions(model: GPTModel, config: LengenConfig) -> None:
+def _fuse_residual_additions(model: TransformerModel, config: LengenConfig) -> None:
     """Let the norm in front of each MLP be computed with the sum that it reads, while training."""
     if "layernorm" in (config.recompute_modules or ()):
         return  # what is computed again starts from the sum
@@ -96,23 +96,6 @@ def _fuse_residual_additions(model: GPTModel, config: LengenConfig) -> None:
         ours = isinstance(norm, DropoutRMSNorm)
         if ours or (isinstance(norm, NormWithSite) and norm.site is not None):
             layer.self_attn_bda.sums = norm.sum_with
-
-
-def _hide_padded_vocabulary(model: LanguageModule, config: LengenConfig) -> None:
-    """Give padded rows of the vocabulary no probability.
-
-    Padding depends on the layout (a multiple of the tensor-parallel size); the loss must not.
-    """
-    rows = config.padded_vocab_size // config.tensor_model_parallel_size
-    first = rows * parallel_state.get_tensor_model_parallel_rank()
-    real = max(0, min(rows, config.vocab_size - first))
-    if real == rows:
-        return
-
-    def hide(module: nn.Module, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
-        output[0][..., real:] = torch.finfo(output[0].dtype).min
-
-    model.output_layer.register_forward_hook(hide)
 
 
 class InferenceModel(nn.Module):

@@ -41,6 +41,7 @@ from megatron_lengen.layers.mamba_mixer import (
 from megatron_lengen.layers.projections import MaskedRows
 from megatron_lengen.mamba_config import groups_are_shared
 from megatron_lengen.models.backends import backend_of, norm_of, uses_te
+from megatron_lengen.models.losses import WeightedLosses
 from megatron_lengen.ops.variants import get_variant
 
 KEYS_OF_FUSED_LAYERS = {"norm.": "mixer.in_proj.layer_norm_"}
@@ -87,8 +88,8 @@ def mamba_stack_spec(config: LengenConfig, vp_stage: int | None = None) -> Modul
     )
 
 
-class Mamba2Model(MambaModel):
-    """Megatron-Core's MambaModel, told which virtual stage it is."""
+class Mamba2Model(WeightedLosses, MambaModel):
+    """Megatron-Core's MambaModel with this package's losses, told which virtual stage it is."""
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks and ties the embedding tables of the first and last stage."""

@@ -35,10 +35,14 @@ def onednn_is_faster() -> bool:
     return wide and "GenuineIntel" not in processor
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """[..., m, k] and [k, n], strides as they come -> [..., m, n]."""
+def product(a: Tensor, b: Tensor, memory: Tensor | None = None) -> Tensor:
+    """[..., m, k] and [k, n], strides as they come -> [..., m, n].
+
+    Args:
+        memory: [..., m, n] of nobody else, in which the result may be.
+    """
     if not _served(a, b, a.numel() * b.shape[-1]):
-        return a @ b
+        return torch.matmul(a, b, out=memory)
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
 
 

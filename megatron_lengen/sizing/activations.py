@@ -20,6 +20,7 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import require
 from megatron_lengen.ops.attention import MIN_BLOCK
 from megatron_lengen.ops.attention_choice import Request, choose
+from megatron_lengen.ops.linear_cross_entropy import tokens_of_chunk
 from megatron_lengen.ops.tiles import QUERY_TILE, TILE_SCORES
 from megatron_lengen.ops.variants import get_variant
 
@@ -249,8 +250,9 @@ def chunk_memory(config: LengenConfig, chunk: Chunk, step: Step) -> LayerMemory:
         kept += unit.kept
         highest = max(highest, kept + unit.working + held)
     if chunk.predicts:
-        kept += 2 * stream + 4 * z.u + 4 * z.t * z.v  # final norm, probabilities
-        highest = max(highest, kept + _loss_working(config, z, table))
+        loss = _loss_memory(config, z, step.device)
+        kept += 2 * stream + 4 * z.u + loss.kept  # final norm
+        highest = max(highest, kept + loss.working)
     if chunk.embeds:
         highest = max(highest, held + table + stream)
     if config.pipeline_model_parallel_size > 1:
@@ -276,13 +278,44 @@ def _units(config: LengenConfig, chunk: Chunk, step: Step) -> Iterator[LayerMemo
     yield from layers
 
 
-def _loss_working(config: LengenConfig, z: Sizes, table: int) -> int:
+def _loss_memory(config: LengenConfig, z: Sizes, device: str) -> LayerMemory:
+    """Output projection and loss."""
+    if config.cross_entropy_fusion_impl != "linear":
+        return LayerMemory(4 * z.t * z.v, _working_from_logits(config, z))
+    found = fused_loss_memory(z.t, z.h, z.v, min(z.v, config.vocab_size), z.e, device)
+    if not config.sequence_parallel:
+        return found
+    gathered = z.t * z.h * z.e  # the features of all ranks
+    return LayerMemory(gathered + found.kept, max(found.working, z.u * z.h * z.e))
+
+
+def fused_loss_memory(
+    tokens: int, hidden: int, rows: int, vocabulary: int, number: int, device: str
+) -> LayerMemory:
+    """A loss without whole logits: forward leaves both gradients and three numbers a token.
+
+    Args:
+        tokens, hidden: of the features.
+        rows, vocabulary: of the weights, and those that are no padding.
+        number: bytes of one.
+        device: `cuda` or `cpu`, which the chunks depend on.
+    """
+    table = rows * hidden * number
+    at_once = tokens_of_chunk(tokens, rows * number, device)
+    logits, sums = at_once * vocabulary * number, table
+    if number == 2 and at_once < tokens:
+        sums = 4 * rows * hidden  # copied at the end, when there are no logits
+        logits = max(logits, table)
+    return LayerMemory(tokens * (hidden * number + 12) + table, logits + sums - table)
+
+
+def _working_from_logits(config: LengenConfig, z: Sizes) -> int:
     """Besides the fp32 probabilities [t, v]: 16-bit logits, then the output layer's gradients.
 
     Hiding padded columns copies the logits' gradient once.
     """
     padded = config.padded_vocab_size > config.vocab_size
-    logits = z.t * z.v * z.e
+    logits, table = z.t * z.v * z.e, z.v * z.h * z.e
     if z.e == 2:
         return max(logits, (2 if padded else 1) * logits - 2 * logits + table + z.t * z.h * z.e)
     return max(logits if padded else 0, table + z.t * z.h * z.e)

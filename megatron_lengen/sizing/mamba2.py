@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lengen.sizing.activations import Step
+from megatron_lengen.sizing.activations import Step, fused_loss_memory
 from megatron_lengen.sizing.memory import StageMemory, state_bytes
 
 
@@ -66,9 +66,9 @@ def mamba2_memory(shape: Mamba2Shape, seq_length: int, bf16: bool, step: Step) -
     e = 2 if bf16 else 4
     tokens = seq_length * step.micro_batch_size
     block = e * (2 * shape.hidden + shape.projected + 3 * shape.inner) + 2 * 4
-    ends = e * 2 * shape.hidden + 4 * shape.vocab
+    norm = e * 2 * shape.hidden
+    loss = fused_loss_memory(tokens, shape.hidden, shape.vocab, shape.vocab, e, step.device)
     count = shape.parameters()
-    table = e * shape.vocab * shape.hidden
-    loss = e * tokens * shape.vocab if bf16 else table + e * tokens * shape.hidden
     states = state_bytes(count, bf16, step.data_parallel_size, step)
-    return StageMemory(count, *states, 0, tokens * (shape.layers * block + ends), loss)
+    kept = tokens * (shape.layers * block + norm) + loss.kept
+    return StageMemory(count, *states, 0, kept, loss.working)

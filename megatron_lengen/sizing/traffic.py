@@ -99,8 +99,9 @@ def _tensor_messages(config: LengenConfig, z: Sizes, chunk: Chunk) -> int:
     tp = config.tensor_model_parallel_size
     if config.sequence_parallel:
         # Forward gathers before and scatters after each sublayer; backward does the reverse and
-        # gathers the input again for the weights' gradients.
-        forward, backward, embedding, output, share = 4, 6, 2, 3, ring(tp)
+        # gathers the input again for the weights' gradients, which a fused loss has by then.
+        output = 2 if config.cross_entropy_fusion_impl == "linear" else 3
+        forward, backward, embedding, share = 4, 6, 2, ring(tp)
         again = 4 if repeats(config, "all") else 2 if repeats(config, "mlp") else 0
     else:
         forward, backward, embedding, output, share = 2, 2, 1, 1, 2 * ring(tp)
@@ -108,8 +109,9 @@ def _tensor_messages(config: LengenConfig, z: Sizes, chunk: Chunk) -> int:
     whole = len(chunk.layers) * (forward + backward + again)
     whole += chunk.embeds * embedding + chunk.predicts * output
     sent = whole * share * z.t * z.h * z.e
-    if chunk.predicts:  # maximum, sum and target of each row of logits
-        sent += 3 * 2 * ring(tp) * 4 * z.t
+    if chunk.predicts:  # maximum, sum and target of each row of logits: gathered, or summed
+        gathers = config.cross_entropy_fusion_impl == "linear"
+        sent += 3 * (tp if gathers else 2) * ring(tp) * 4 * z.t
     return round(sent)
 
 

@@ -265,6 +265,12 @@ def _model(given: dict[str, Any], tokenizer: Tokenizer) -> LengenConfig:
         not {"sliding_window", "window_size"} <= set(values),
         "--sliding-window and --window-size: found both; give one of them",
     )
+    require(
+        not values.get("cross_entropy_loss_fusion")
+        or values.get("cross_entropy_fusion_impl") != "none",
+        "--cross-entropy-loss-fusion: found with --cross-entropy-fusion-impl none; allowed: with "
+        "linear, native, te",
+    )
     dtype = torch.bfloat16 if values.get("bf16") else torch.float32
     values.update(
         params_dtype=dtype,

@@ -133,11 +133,14 @@ class Stepper:
             if self.settings.model.document_boundaries == "mask":
                 set_documents(batch["documents"].to(host.device()))
             positions = positions_of_rank(tokens.shape[1]).to(tokens.device).expand_as(tokens)
-        output = chunk(tokens, positions, None, labels=labels if model.post_process else None)
+        scored: dict[str, Tensor | None] = {"labels": None}
+        if model.post_process:
+            scored = {"labels": labels, "loss_mask": loss_mask}
+        output = chunk(tokens, positions, None, **scored)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             assert loss_mask is not None
-            total = (output.float() * loss_mask).sum()
+            total = output.sum()  # the loss mask is in it
             if torch.is_grad_enabled():
                 self._reruns.check(total.detach())
             count = loss_mask.sum().to(torch.int)

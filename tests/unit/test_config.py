@@ -192,6 +192,13 @@ REFUSED = [
         "--recompute-modules: found layernorm",
     ),
     ({"bf16": True, "fp16": True}, "bf16"),
+    (
+        {"cross_entropy_fusion_impl": "fast"},
+        "--cross-entropy-fusion-impl: found fast; allowed: linear, native, te, none",
+    ),
+    ({"cross_entropy_fusion_impl": "native"}, "--cross-entropy-fusion-impl: found native without"),
+    ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl: found te; it needs"),
+    ({"mtp_num_layers": 1}, "--mtp-num-layers: found 1"),
 ]
 
 

@@ -37,6 +37,13 @@ SETTINGS = {
     "alibi": {"position_embedding_type": "nape", "no_rope_freq": None},
     "documents": {"document_boundaries": "mask"},
     "no gate": {"gated_linear_unit": False, "activation_func": nn.functional.gelu},
+    "loss from logits": {"cross_entropy_fusion_impl": "none"},
+    "loss from logits, bf16": {
+        "cross_entropy_fusion_impl": "none",
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+    },
     "no dropout": {"dropout_variant": "none", "dropout_rate": 0.0},
     "dropout before the residual": {"dropout_variant": "pre_norm"},
     "bf16": {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
@@ -64,8 +71,19 @@ SETTINGS = {
 }
 
 
+def gradients_found(loss: Tensor) -> list[Tensor]:
+    """What the loss's node keeps for its inputs, [] where it works from logits."""
+    node = loss.grad_fn
+    while node is not None and not hasattr(node, "found"):
+        node = node.next_functions[0][0] if node.next_functions else None
+    return [] if node is None else list(node.found)
+
+
 def saved_bytes(model: nn.Module, config: LengenConfig) -> int:
-    """Storage that autograd holds after a forward with loss, parameters left out."""
+    """Storage that autograd holds after a forward with loss, parameters left out.
+
+    The loss holds the gradients that its forward found beside what autograd saves for it.
+    """
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, Tensor] = {}
 
@@ -80,9 +98,12 @@ def saved_bytes(model: nn.Module, config: LengenConfig) -> int:
     set_samples(range(ROWS))
     set_documents(positions // 50 if config.document_boundaries == "mask" else None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model.train()(tokens, positions, None, labels=tokens)
+        loss = model.train()(
+            tokens, positions, None, labels=tokens, loss_mask=torch.ones(ROWS, LENGTH)
+        )
     set_documents(None)
-    assert loss.requires_grad
+    for gradient in gradients_found(loss):
+        keep(gradient)
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 

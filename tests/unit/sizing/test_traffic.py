@@ -20,9 +20,9 @@ def traffic(flags: str, processes: int, stage: int = 0):
 
 def test_tensor_parallelism_sums_twice_a_layer_and_pass():
     # 8 micro-batches; 4 layers x (2 forward + 2 backward), embedding, output layer; 3/4 x 2 sent
-    # of each; three numbers a token for the loss.
+    # of each; three numbers a token for the loss, from each rank to 3 others.
     found = traffic("--tensor-model-parallel-size 4", 4)
-    assert found.tensor == 8 * (18 * 1.5 * STREAM + 3 * 1.5 * 4 * 64)
+    assert found.tensor == 8 * (18 * 1.5 * STREAM + 3 * 3 * 4 * 64)
     assert found.context == found.pipeline == found.data == found.embedding == 0
     again = traffic("--tensor-model-parallel-size 4 --recompute-granularity full", 4)
     assert again.tensor - found.tensor == 8 * 4 * 2 * 1.5 * STREAM
@@ -30,9 +30,16 @@ def test_tensor_parallelism_sums_twice_a_layer_and_pass():
 
 def test_sequence_parallelism_adds_the_gathers_for_weight_gradients():
     found = traffic("--tensor-model-parallel-size 4 --sequence-parallel", 4)
-    messages = 4 * (4 + 6) + 2 + 3
+    messages = 4 * (4 + 6) + 2 + 2
     gains = 1.5 * (2 * 4 + 1) * 64 * 4
-    assert found.tensor == 8 * (messages * 0.75 * STREAM + 3 * 1.5 * 4 * 64) + gains
+    assert found.tensor == 8 * (messages * 0.75 * STREAM + 3 * 3 * 4 * 64) + gains
+
+
+def test_losses_from_logits_sum_their_numbers_and_gather_the_features_again():
+    flags = "--tensor-model-parallel-size 4 --sequence-parallel"
+    fused = traffic(flags, 4).tensor
+    unfused = traffic(f"{flags} --cross-entropy-fusion-impl none", 4).tensor
+    assert unfused - fused == 8 * (0.75 * STREAM + 3 * (1.5 - 3) * 4 * 64)
 
 
 def test_context_parallelism_gathers_keys_and_values():

@@ -54,6 +54,8 @@ REFUSED = {
     "--adam-beta2 -0.1": "--adam-beta2: found -0.1",
     "--adam-eps -1": "--adam-eps: found -1",
     "--overlap-param-gather": "--overlap-param-gather: needs --use-distributed-optimizer",
+    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl none": "with --cross-entropy-fusion",
+    "--cross-entropy-fusion-impl te": "--cross-entropy-fusion-impl: found te; it needs",
     "--recompute-method uniform": "--recompute-method: needs --recompute-granularity",
     "--recompute-num-layers 1": "--recompute-num-layers: needs --recompute-granularity",
     "--data-path a": "--data-path and --mock-data",
@@ -148,6 +150,23 @@ def without(flag: str) -> str:
     at = words.index(flag)
     end = at + 1 if flag == "--mock-data" else at + 2
     return " ".join(words[:at] + words[end:])
+
+
+@pytest.mark.parametrize(
+    "flags, impl, megatrons",
+    [
+        ("", "linear", False),
+        ("--cross-entropy-loss-fusion", "linear", False),
+        ("--bf16 --cross-entropy-loss-fusion --cross-entropy-fusion-impl native", "native", True),
+        ("--bf16 --cross-entropy-fusion-impl native", "native", True),
+        ("--cross-entropy-fusion-impl none", "none", False),
+    ],
+)
+def test_one_flag_says_how_losses_are_computed(flags, impl, megatrons):
+    """And Megatron-Core's own switch follows."""
+    model = settings_of(flags).model
+    assert model.cross_entropy_fusion_impl == impl
+    assert model.cross_entropy_loss_fusion is megatrons
 
 
 @pytest.mark.parametrize("flags", REFUSED)
