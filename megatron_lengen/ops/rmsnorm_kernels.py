@@ -144,7 +144,7 @@ def forward(
         tile = sum_tile(x, residual, offsets, inside)
         if residual is not None:
             tl.store(total + offsets, tile, mask=inside)
-        tiles += (tile,)
+        tiles += (tile,)  # type: ignore[assignment]
         squares = tl.fma(tile.to(tl.float32), tile.to(tl.float32), squares)
     inverse = tl.full([R], 1.0, tl.float32)
     if NORM:
@@ -153,7 +153,7 @@ def forward(
     for part in tl.static_range(PARTS):
         gains = load_gains(gain, part * BLOCK, D, BLOCK, R)
         _, hat = normalized(tiles[part], inverse, gains, NORM)
-        hats += (hat,)
+        hats += (hat,)  # type: ignore[assignment]
     if MOMENTS:
         pivots = _pivots(x, residual, gain, inverse, row, rows, NORM, D)
         mu, sigma2 = _moments(hats, pivots, D, BLOCK, R, x.dtype.element_ty == tl.float32)
