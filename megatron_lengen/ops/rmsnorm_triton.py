@@ -148,7 +148,14 @@ class TritonKernels(TorchKernels):
         if gain is not None:
             with torch.cuda.device_of(x):
                 backward_kernels.sum_partials[(triton.cdiv(d, 16),)](
-                    partial, gain_grad, programs, D=d, BLOCK=16, R=128, num_warps=4
+                    partial,
+                    gain_grad,
+                    programs,
+                    D=d,
+                    BLOCK=16,
+                    R=128,
+                    num_warps=4,
+                    enable_fp_fusion=True,
                 )
         return dx, gain_grad
 
