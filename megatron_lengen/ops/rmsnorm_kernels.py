@@ -39,9 +39,11 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def _sums(values):
-    """Sums over the features of values and of their squares: [R] each."""
-    return tl.reduce((values, values * values), 1, _add_pairs)
+def _within(values, start: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros beyond a row's end."""
+    if start + BLOCK > D:
+        values = tl.where((start + tl.arange(0, BLOCK) < D)[None, :], values, 0.0)
+    return values
 
 
 @triton.jit
@@ -52,20 +54,31 @@ def _write_z(z, hat, keep, alpha, beta, offsets, inside, DROPOUT: tl.constexpr):
 
 
 @triton.jit
-def _moments(distance, pivots, inside, D: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+def _moments(
+    hats, pivots, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, EXACT: tl.constexpr
+):
     """Mean and variance [R] of rows from their distances to a pivot.
 
     Without EXACT the sums are taken at once: where the pivot is a row's one outlier, the variance
     is off by D roundings of fp32, less than 16-bit numbers show.
     """
+    sums, squares = tl.zeros([R, BLOCK], tl.float32), tl.zeros([R, BLOCK], tl.float32)
+    for part in tl.static_range(len(hats)):
+        distance = _within(hats[part] - pivots, part * BLOCK, D, BLOCK)
+        sums += distance
+        squares = tl.fma(distance, distance, squares)
     if EXACT:
-        offset = tl.sum(distance, 1) / D
-        rest = inside_only(distance - offset[:, None], inside, D, BLOCK)
-        variance = tl.sum(rest * rest, 1) / D
+        offset = tl.sum(sums, 1) / D
+        squares = tl.zeros([R, BLOCK], tl.float32)
+        for part in tl.static_range(len(hats)):
+            distance = hats[part] - pivots - offset[:, None]
+            distance = _within(distance, part * BLOCK, D, BLOCK)
+            squares = tl.fma(distance, distance, squares)
+        variance = tl.sum(squares, 1) / D
     else:
-        sums, squares = _sums(distance)
-        offset = sums / D
-        variance = tl.maximum(squares / D - offset * offset, 0.0)
+        total, total_squares = tl.reduce((sums, squares), 1, _add_pairs)
+        offset = total / D
+        variance = tl.maximum(total_squares / D - offset * offset, 0.0)
     return tl.sum(pivots, 1) + offset, variance
 
 
@@ -117,41 +130,52 @@ def forward(
     COEFFICIENTS: tl.constexpr, NORM: tl.constexpr, MOMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, BATCH: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Numbers of rows whose tile holds them whole, and z with COEFFICIENTS or without dropout.
 
     Outputs may be None.
     """
     row = first_tile(rows) * R + tl.arange(0, R)
-    offsets, inside = place(row, rows, 0, D, BLOCK)
-    tile = sum_tile(x, residual, offsets, inside)
-    gains = load_gains(gain, 0, D, BLOCK)
-    if residual is not None:
-        tl.store(total + offsets, tile, mask=inside)
+    tiles, hats = (), ()
+    squares = tl.zeros([R, BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        offsets, inside = place(row, rows, part * BLOCK, D, BLOCK)
+        tile = sum_tile(x, residual, offsets, inside)
+        if residual is not None:
+            tl.store(total + offsets, tile, mask=inside)
+        tiles += (tile,)  # type: ignore[assignment]
+        squares = tl.fma(tile.to(tl.float32), tile.to(tl.float32), squares)
     inverse = tl.full([R], 1.0, tl.float32)
     if NORM:
-        wide = tile.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
+        inverse = tl.rsqrt(tl.sum(squares, 1) / D + eps)
         put(rstd, row, rows, inverse)
-    _, hat = normalized(tile, inverse, gains, NORM)
+    for part in tl.static_range(PARTS):
+        gains = load_gains(gain, part * BLOCK, D, BLOCK, R)
+        _, hat = normalized(tiles[part], inverse, gains, NORM)
+        hats += (hat,)  # type: ignore[assignment]
     if MOMENTS:
         pivots = _pivots(x, residual, gain, inverse, row, rows, NORM, D)
-        distance = inside_only(hat - pivots, inside, D, BLOCK)
-        mu, sigma2 = _moments(distance, pivots, inside, D, BLOCK, x.dtype.element_ty == tl.float32)
+        mu, sigma2 = _moments(hats, pivots, D, BLOCK, R, x.dtype.element_ty == tl.float32)
         put(mean, row, rows, mu)
         put(variance, row, rows, sigma2)
     if z is not None:
-        keep, a, b = inside, inverse, inverse
+        a, b = inverse, inverse
+        position, sample = row.to(tl.uint32), row.to(tl.uint32)
         if DROPOUT:
             position, sample = coordinates(positions, samples, row, rows, BATCH)
-            keep = keep_tile(
-                position, sample, key_low, key_high, stream, first_channel, threshold, 0,
-                ALIGNED, R, BLOCK,
-            )  # fmt: skip
             a, b = COEFFICIENTS(mu, sigma2, rate)
             a, b = tl.zeros_like(mu) + a, tl.zeros_like(mu) + b
             put(alpha, row, rows, a)
-        _write_z(z, hat, keep, a, b, offsets, inside, DROPOUT)
+        for part in tl.static_range(PARTS):
+            offsets, inside = place(row, rows, part * BLOCK, D, BLOCK)
+            keep = inside
+            if DROPOUT:
+                keep = keep_tile(
+                    position, sample, key_low, key_high, stream, first_channel, threshold,
+                    part * BLOCK, ALIGNED, R, BLOCK,
+                )  # fmt: skip
+            _write_z(z, hats[part], keep, a, b, offsets, inside, DROPOUT)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -161,6 +185,7 @@ def forward_wide(
     COEFFICIENTS: tl.constexpr, NORM: tl.constexpr, MOMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, BATCH: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """The same for rows wider than a tile."""
     row = first_tile(rows) * R + tl.arange(0, R)

@@ -45,13 +45,16 @@ def inside_only(values, inside, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_gains(gain, start, D: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, BLOCK] of the gain; None without one."""
+def load_gains(gain, start, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr = 1):
+    """[R, BLOCK] of the gain; None without one.
+
+    With the R of a tile its elements lie in registers as the tile's do, at the price of more reads.
+    """
     if gain is None:
         return None
     else:
-        column = start + tl.arange(0, BLOCK)
-        return tl.load(gain + column, mask=column < D, other=0.0)[None, :]
+        column = tl.zeros([R, 1], tl.int32) + (start + tl.arange(0, BLOCK))[None, :]
+        return tl.load(gain + column, mask=column < D, other=0.0)
 
 
 @triton.jit

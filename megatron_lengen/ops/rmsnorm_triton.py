@@ -30,30 +30,41 @@ _PROCESSORS = 8  # where there is no GPU to ask: Triton's interpreter
 
 
 class Tile(NamedTuple):
-    """Rows and features that a program has at a time, and its warps."""
+    """Rows and features of a program's tile, its warps, and how many tiles it holds at once."""
 
     rows: int
     features: int
     warps: int
+    parts: int = 1
+
+    def holds(self, d: int) -> bool:
+        """Whether a program has whole rows of d features in registers."""
+        return d <= self.features * self.parts
 
 
-class Shape(NamedTuple):
-    """How the tiles of a kernel are cut: elements of a thread, warps, features at most."""
+def forward_tile(d: int) -> Tile:
+    """The tile for rows of d features: of 8 elements a thread, of which it has several.
 
-    elements: int
-    fewest_warps: int
-    features: int
+    Long shares of a thread spend less on sums over a row, so that it has up to 48 elements; parts
+    leave little of a row's last tile empty where d is no power of two.
+    """
+    if d > 16384:
+        return Tile(1, 16384, 16)
+    of_row = 1  # warps
+    while d > of_row * 32 * 48:
+        of_row *= 2
+    features = min(max(triton.next_power_of_2(d), 8), of_row * 256)
+    parts = triton.cdiv(d, features)
+    if of_row > 1:
+        return Tile(1, features, of_row, parts)
+    return Tile(4 * max(4 // parts, 1) * 256 // features, features, 4, parts)
 
-    def tile(self, d: int) -> Tile:
-        """The tile for rows of d features; several rows where d is small."""
-        features = min(max(triton.next_power_of_2(d), 8), self.features)
-        of_warp = 32 * self.elements
-        warps = min(max(features // of_warp, self.fewest_warps), 16)
-        return Tile(max(warps * of_warp // features, 1), features, warps)
 
-
-# Wide shares of a thread spend less on sums over a row; backward has more to keep in registers.
-FORWARD, BACKWARD = Shape(32, 2, 16384), Shape(16, 4, 8192)
+def backward_tile(d: int) -> Tile:
+    """The same, of up to 16 elements a thread: x, dz and the gain's gradient are kept of each."""
+    features = min(max(triton.next_power_of_2(d), 8), 8192)
+    warps = min(max(features // 512, 4), 16)
+    return Tile(max(warps * 512 // features, 1), features, warps)
 
 
 class TritonKernels(TorchKernels):
@@ -85,15 +96,16 @@ class TritonKernels(TorchKernels):
             mean=_numbers(x, keep_moments),
             variance=_numbers(x, keep_moments),
         )
-        tile = FORWARD.tile(x.shape[-1])
+        tile = forward_tile(x.shape[-1])
         _launch(
-            kernels.forward_wide if x.shape[-1] > tile.features else kernels.forward,
+            kernels.forward if tile.holds(x.shape[-1]) else kernels.forward_wide,
             tile, x, dropout,
             tensors=(
                 x, residual, gain, total, z, found.rstd, found.mean, found.variance, found.alpha,
             ),
             numbers=(0.0 if eps is None else eps, 0.0 if dropout is None else dropout.exact_rate),
             COEFFICIENTS=coefficients, NORM=eps is not None,
+            PARTS=tile.parts,
             MOMENTS=keep_moments or dropout is not None, DROPOUT=dropout is not None,
         )  # fmt: skip
         return found
@@ -101,7 +113,7 @@ class TritonKernels(TorchKernels):
     def forward(self, x, gain, rstd, alpha, beta, dropout):
         z = torch.empty_like(x)
         _launch(
-            kernels.apply, FORWARD.tile(x.shape[-1]), x, dropout,
+            kernels.apply, forward_tile(x.shape[-1]), x, dropout,
             tensors=(x, gain, z, rstd, alpha, beta), NORM=rstd is not None,
         )  # fmt: skip
         return z
@@ -109,16 +121,16 @@ class TritonKernels(TorchKernels):
     def coefficient_grads(self, x, gain, rstd, dz, dropout):
         alpha_grad, beta_grad = _numbers(x), _numbers(x)
         _launch(
-            backward_kernels.coefficient_grads, BACKWARD.tile(x.shape[-1]), x, dropout,
+            backward_kernels.coefficient_grads, backward_tile(x.shape[-1]), x, dropout,
             tensors=(x, gain, dz, rstd, alpha_grad, beta_grad), NORM=rstd is not None,
         )  # fmt: skip
         return alpha_grad, beta_grad
 
     def backward(self, x, gain, rstd, alpha, mean, statistics_grads, dz, total_grad, dropout):
-        d, tile = x.shape[-1], BACKWARD.tile(x.shape[-1])
+        d, tile = x.shape[-1], backward_tile(x.shape[-1])
         dx, partial, gain_grad = torch.empty_like(x), None, None
         programs = programs_for(_rows(x), tile, _processors(x.device))
-        wide = d > tile.features
+        wide = not tile.holds(d)
         if gain is not None:
             make = torch.zeros if wide else torch.empty
             partial = make(programs, d, dtype=torch.float32, device=x.device)
@@ -136,7 +148,14 @@ class TritonKernels(TorchKernels):
         if gain is not None:
             with torch.cuda.device_of(x):
                 backward_kernels.sum_partials[(triton.cdiv(d, 16),)](
-                    partial, gain_grad, programs, D=d, BLOCK=16, R=128, num_warps=4
+                    partial,
+                    gain_grad,
+                    programs,
+                    D=d,
+                    BLOCK=16,
+                    R=128,
+                    num_warps=4,
+                    enable_fp_fusion=True,
                 )
         return dx, gain_grad
 

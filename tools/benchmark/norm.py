@@ -16,6 +16,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -177,7 +178,7 @@ def copies_of(args: argparse.Namespace, sets: int) -> list[Callable[[], object]]
     """Copies that read and write as much as a forward and a backward."""
     half = traffic(args.rows, args.hidden, DTYPES[args.dtype]) // 2
     pairs = [torch.zeros(2, half, dtype=torch.uint8, device=args.device) for _ in range(sets)]
-    return [lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs]
+    return [functools.partial(pair[0].copy_, pair[1]) for pair in pairs]
 
 
 def seconds_of_each(

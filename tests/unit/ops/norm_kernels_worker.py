@@ -30,7 +30,7 @@ from megatron_lengen.ops.rmsnorm import (
     rms_norm_dropout,
 )
 from megatron_lengen.ops.rmsnorm_paths import TorchKernels
-from megatron_lengen.ops.rmsnorm_triton import Shape, TritonKernels
+from megatron_lengen.ops.rmsnorm_triton import Tile, TritonKernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = {
@@ -213,7 +213,7 @@ def error_of_two_dimensions() -> float:
 
 def small_tiles() -> Found:
     """Rows wider than a tile, and programs that have several tiles."""
-    rmsnorm_triton.FORWARD = rmsnorm_triton.BACKWARD = Shape(1, 1, 32)
+    rmsnorm_triton.forward_tile = rmsnorm_triton.backward_tile = lambda d: Tile(1, 32, 1)
     rmsnorm_triton._PROCESSORS, rmsnorm_triton._THREADS = 1, 64
     found: Found = {"several tiles": error_of((7, 1, 24), "vpad", detach=(False, False))}
     found["wide residual"] = error_of_residual("vpad", torch.float32, 39)
