@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lengen.compat import optional_module
 from megatron_lengen.ops import linear_cross_entropy_native as compiled
-from megatron_lengen.ops.products import product, serves
+from megatron_lengen.ops.products import product, serves, transposed_product
 
 # Bytes of logits that exist at a time. Each chunk adds its part to the whole gradient of the
 # weight, which passes through memory for that, so few large chunks are faster than many small ones.
@@ -302,7 +302,7 @@ class _WeightGradient:
             _addmm_in_fp32(total, left, x, first)
         else:
             for rows in range(0, len(total), _ROWS_AT_A_TIME):
-                some = product(left[rows : rows + _ROWS_AT_A_TIME], x)
+                some = transposed_product(d_logits[:, rows : rows + _ROWS_AT_A_TIME], x)
                 here = total[rows : rows + _ROWS_AT_A_TIME]
                 if first:
                     here.copy_(some)
