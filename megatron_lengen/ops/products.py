@@ -43,6 +43,9 @@ def product(a: Tensor, b: Tensor, memory: Tensor | None = None) -> Tensor:
     """
     if not _served(a, b, a.numel() * b.shape[-1]):
         return torch.matmul(a, b, out=memory)
+    # oneDNN packs its second operand, at a crawl where rows of it are apart in memory.
+    if not (b.is_contiguous() or b.t().is_contiguous()):
+        b = b.contiguous()
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
 
 
@@ -51,7 +54,7 @@ def transposed_product(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.flatten(0, -2), b.flatten(0, -2)
     if not _served(a, b, a.numel() * b.shape[-1]):
         return a.t() @ b
-    # oneDNN repacks its second operand, which had better be the narrow one.
+    # The first operand is copied where it is transposed: better the narrow one.
     if a.shape[1] > b.shape[1]:
         return product(b.t(), a).t()
     return product(a.t(), b)
