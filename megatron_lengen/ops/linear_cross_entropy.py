@@ -78,8 +78,8 @@ def linear_cross_entropy(
         if hidden.device.type == "cpu":  # a GPU would have to be waited for
             counted = factors.nonzero().flatten()
             if len(counted) < len(factors):
-                hidden, labels, few = hidden[counted], labels[counted], factors[counted]
-                losses = _losses(hidden, weight, labels, few, vocabulary, group, chunk)
+                chosen, few = hidden.index_select(0, counted), factors[counted]
+                losses = _losses(chosen, weight, labels[counted], few, vocabulary, group, chunk)
                 return losses.new_zeros(len(factors)).index_copy(0, counted, losses)
     return _losses(hidden, weight, labels, factors, vocabulary, group, chunk)
 
