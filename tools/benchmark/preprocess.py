@@ -226,7 +226,7 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(
             f"{found['workers']:>7}  {found['form']:<10}  {found['seconds']:>8.3f}  "
             f"{found['tokens_per_second']:>11.0f}  {found['megabytes_per_second']:>8.2f}  "
-            f"{found["ratio"]:>7.4f}"
+            f"{found['ratio']:>7.4f}"
         )
     return "\n".join(lines)
 
