@@ -14,12 +14,15 @@ class DropoutRMSNorm(nn.Module):
     """RMSNorm whose output passes through affine dropout while training (Eq. 7, Eq. 12).
 
     The slot gives only sizes; `site` is set after the model is built (models.sites) and stays None
-    where no dropout acts. Evaluation sees the plain norm.
+    where no dropout acts. Evaluation sees the plain norm. `eps` is the configuration's unless given:
+    Mamba's layer names none before Megatron-Core 0.19.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float | None = None
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = config.layernorm_epsilon if eps is None else eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Under SP every rank sees other tokens: Megatron sums such gradients over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

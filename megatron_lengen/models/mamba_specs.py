@@ -59,7 +59,7 @@ def mamba_layer_spec(config: LengenConfig) -> ModuleSpec:
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
-            norm=ModuleSpec(module=DropoutRMSNorm, params={"eps": config.layernorm_epsilon}),
+            norm=DropoutRMSNorm,
             mixer=ModuleSpec(
                 module=Mamba2Mixer, submodules=MixerSubmodules(in_proj=columns, out_proj=rows)
             ),
@@ -79,9 +79,14 @@ def mamba_stack_spec(config: LengenConfig, vp_stage: int | None = None) -> Modul
 class Mamba2Model(MambaModel):
     """Megatron-Core's MambaModel, told which virtual stage it is."""
 
+    def __init__(self, mamba_stack_spec: ModuleSpec, **common: Any) -> None:
+        # Megatron-Core's own argument for it is younger than 0.16; its initializer needs it.
+        self._stage = mamba_stack_spec.params["vp_stage"]
+        super().__init__(mamba_stack_spec=mamba_stack_spec, **common)
+
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks and ties the embedding tables of the first and last stage."""
-        self.vp_stage = self.mamba_stack_spec.params["vp_stage"]
+        self.vp_stage = self._stage
         super().setup_embeddings_and_output_layer()
 
 
