@@ -175,11 +175,11 @@ def part_kinds(args: argparse.Namespace) -> list[dict]:
             work = operations(weighting_of(kind, sizes), sizes)
             seconds, failed = kind_at(kind, sizes, last, args)
             for form, reason in failed.items():
-                found.append({**row("kinds", form, length), "kind": kind, "failed": reason})
+                found.append({**row("kinds", form, length, kind=kind), "failed": reason})
             for form, taken in {**seconds, "limit": work / rate}.items():
                 ratio = taken / seconds["ours"] if "ours" in seconds else None
-                one = row("kinds", form, length, taken, ratio, work)
-                found.append({**one, "kind": kind, "of_matmul_rate": work / taken / rate})
+                one = row("kinds", form, length, taken, ratio, work, kind)
+                found.append({**one, "of_matmul_rate": work / taken / rate})
     return found
 
 
@@ -311,9 +311,10 @@ def row(
     seconds: float = 0,
     ratio: float | None = None,
     work: int = 0,
+    kind: str | None = None,
 ) -> dict:
     """One result of time, and the speed where the operations are known."""
-    found: dict = {"part": part, "form": form, "length": length}
+    found: dict = {"part": part, **({"kind": kind} if kind else {}), "form": form, "length": length}
     if seconds:
         found |= {"seconds": seconds, "ratio": ratio}
         found |= {"tflops": work / seconds / 1e12} if work else {}

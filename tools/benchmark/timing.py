@@ -21,8 +21,10 @@ from megatron_lengen.errors import require
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ("cpu", "cuda")
 FLUSHED = 1 << 28  # bytes; more than the second-level cache of any GPU there is
+AHEAD = 3_000_000  # clocks that the device waits, in which the host puts a form's work in its queue
 MATRIX = {"cpu": 1024, "cuda": 8192}  # rows and columns that bring a device to its rate
 COPIED = {"cpu": 1 << 28, "cuda": 1 << 31}  # bytes, far more than a cache holds
+PLACES = ("--json", "--output", "--folder")  # where files go, which changes no result
 Form = Callable[[], object]
 
 
@@ -59,8 +61,8 @@ def shortest(forms: Sequence[Form], repeat: int) -> list[float]:
 def device_medians(forms: Sequence[Form], repeat: int, warmup: int = 2) -> list[float]:
     """Seconds of each between two events of the CUDA device, the median of rounds in turn.
 
-    Before each run the caches are overwritten; meanwhile the host runs ahead, so that its launches
-    count only where they are slower than what they launch.
+    Before each run the device waits and its caches are overwritten; meanwhile the host runs ahead,
+    so that the device's own time counts.
     """
     for form in forms:  # compile, build, touch the memory
         for _ in range(warmup):
@@ -70,6 +72,7 @@ def device_medians(forms: Sequence[Form], repeat: int, warmup: int = 2) -> list[
     for _ in range(repeat):
         for taken, form in zip(found, forms, strict=True):
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(AHEAD)
             flushed.zero_()
             first.record()
             form()
@@ -126,15 +129,15 @@ def _cpu_model() -> str:
 
 
 def command_line() -> str:
-    """The command of this process as one would type it in the repository, without --json."""
+    """The command of this process as one would type it in the repository, places left out."""
     script, *words = sys.argv
     path = Path(script).resolve()
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
     kept: list[str] = []
     for word in words:
-        if kept and kept[-1] == "--json":
+        if kept and kept[-1] in PLACES:
             kept.pop()
-        elif not word.startswith("--json="):
+        elif word.partition("=")[0] not in PLACES or word in PLACES:
             kept.append(word)
     return shlex.join(["python", name, *kept])
 
