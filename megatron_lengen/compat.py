@@ -27,7 +27,11 @@ logger = logging.getLogger(__name__)
 
 def hide_unusable_packages() -> None:
     """Make broken optional packages look absent; called before Megatron-Core is imported."""
-    for message in ("Apex is not installed", "Transformer Engine and Apex are not installed"):
+    for message in (
+        "Apex is not installed",
+        "Transformer Engine and Apex are not installed",
+        "mxfp8 without using reuse_grad_buf",  # recommends flags that are not served here
+    ):
         warnings.filterwarnings("ignore", message=message)
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # Megatron-Core's own calls
         warnings.filterwarnings("ignore", message=f"`torch.distributed.{name}` is deprecated")
@@ -60,13 +64,15 @@ class _LazyFuser(importlib.abc.MetaPathFinder):
 
             def execute_and_change(module: ModuleType) -> None:
                 execute(module)
-                module.jit_fuser = _compiled_when_called  # type: ignore[attr-defined]
+                module.jit_fuser = compiled_when_called  # type: ignore[attr-defined]
 
             spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec
 
 
-def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that PyTorch compiles at its first call."""
+
     @functools.cache
     def compiled() -> Callable[..., Any]:
         import torch

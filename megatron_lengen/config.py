@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from megatron_lengen.compat import have_transformer_engine
 from megatron_lengen.config_checks import check, parse_layers, per_layer
 from megatron_lengen.config_fields import ARCHITECTURE_FIELDS, MAMBA_ARCHITECTURE_FIELDS
 from megatron_lengen.errors import BadInput, require
+from megatron_lengen.fp8_checks import check_fp8
 from megatron_lengen.mamba_config import Mamba2Fields, check_mamba, settle
 from megatron_lengen.ops.mask import STEPS
 
@@ -48,6 +49,14 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
 
     transformer_impl: str = "auto"
     """Layers: `local` (PyTorch), `transformer_engine`, or `auto` (the latter where it works)."""
+
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Compute the layers' projections in fp8 (Transformer Engine): e4m3 everywhere, or `hybrid`,
+    e5m2 for gradients."""
+
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """Scaling of fp8: `delayed` by earlier maxima; `tensorwise` by the tensor at hand; `blockwise`
+    by blocks of 128 (Hopper and later); `mxfp8` by blocks of 32 (Blackwell)."""
 
     cuda_graph_scope: list = field(default_factory=list)
     """Parts of a layer to capture in CUDA graphs; empty for whole layers."""
@@ -213,6 +222,7 @@ class LengenConfig(Mamba2Fields, TransformerConfig):
         if self.transformer_impl == "auto":
             usable = torch.cuda.is_available() and have_transformer_engine()
             self.transformer_impl = "transformer_engine" if usable else "local"
+        check_fp8(self)
         if self.virtual_pipeline_model_parallel_size is not None:
             # Batched messages of two chunks mix up where a pipeline has only two stages.
             self.overlap_p2p_comm, self.batch_p2p_comm = True, False

@@ -21,10 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
@@ -33,6 +30,7 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.coordinates import current_documents
 from megatron_lengen.layers.dropout import DropoutSite
 from megatron_lengen.layers.gated_norm import GatedRMSNorm
+from megatron_lengen.layers.linear import ColumnLinear
 from megatron_lengen.layers.parts import (
     divided,
     local_rows,
@@ -254,7 +252,7 @@ class Convolution(nn.Module):
         return weight[:, 0], bias
 
 
-class SharedGroupProjection(ColumnParallelLinear):
+class SharedGroupProjection(ColumnLinear):
     """The input projection where every rank computes all of B and C.
 
     Their rows are `shared_weight`, a parameter that is the same on all ranks: each rank's gradient

@@ -7,15 +7,29 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_lengen.layers.dropout import DropoutSite
-from megatron_lengen.ops.rmsnorm import rms_norm_dropout
+from megatron_lengen.ops.rmsnorm import Dropout, rms_norm_dropout
 
 
-class DropoutRMSNorm(nn.Module):
+class NormWithSite:
+    """What the norms of both backends have in common: a place of the dropout family.
+
+    A spec's slot gives only sizes; `site` is set after the model is built (models.sites) and stays
+    None where no dropout acts.
+    """
+
+    site: DropoutSite | None = None
+    training: bool
+
+    def dropout_of(self, x: Tensor) -> Dropout | None:
+        """What acts on the norm of x [s, b, h] now: None in evaluation and without a site."""
+        return self.site.for_tensor(x) if self.training and self.site is not None else None
+
+
+class DropoutRMSNorm(NormWithSite, nn.Module):
     """RMSNorm whose output passes through affine dropout while training (Eq. 7, Eq. 12).
 
-    The slot gives only sizes; `site` is set after the model is built (models.sites) and stays None
-    where no dropout acts. Evaluation sees the plain norm. `eps` is the configuration's unless given:
-    Mamba's layer names none before Megatron-Core 0.19.
+    Evaluation sees the plain norm. `layers.te_norm` is the same over Transformer Engine's norm.
+    `eps` is the configuration's unless given: Mamba's layer names none before Megatron-Core 0.19.
     """
 
     def __init__(
@@ -26,14 +40,10 @@ class DropoutRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Under SP every rank sees other tokens: Megatron sums such gradients over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.site: DropoutSite | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        dropout = None
-        if self.training and self.site is not None:
-            dropout = self.site.for_tensor(x)
-        return rms_norm_dropout(x, self.weight, self.eps, dropout)
+        return rms_norm_dropout(x, self.weight, self.eps, self.dropout_of(x))
 
     def extra_repr(self) -> str:
         """Width and epsilon, for printing."""

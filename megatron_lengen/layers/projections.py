@@ -10,21 +10,20 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
 
 from megatron_lengen.layers.dropout import DropoutSite
+from megatron_lengen.layers.linear import ColumnLinear, RowLinear
+from megatron_lengen.ops.products import linear
 from megatron_lengen.ops.rmsnorm import affine_dropout
 
 
-class _MaskedColumns(ColumnParallelLinear):
+class _MaskedColumns(ColumnLinear):
     """A fused column-parallel projection with one input per part.
 
     `sites` holds one entry for each of `part_names`, None where the part's input is left alone.
@@ -56,7 +55,7 @@ class _MaskedColumns(ColumnParallelLinear):
         parts = []
         for site, rows in zip(self.sites.values(), self._split(self.weight), strict=True):
             masked = x if site is None else affine_dropout(x, site.for_tensor(x))
-            part = F.linear(masked, rows.flatten(0, 1))
+            part = linear(masked, rows.flatten(0, 1))
             parts.append(part.unflatten(-1, rows.shape[:2]))
         output = torch.cat(parts, dim=-1).flatten(-2)
         if self.bias is not None and not self.skip_bias_add:
@@ -95,7 +94,7 @@ class MaskedUp(_MaskedColumns):
         return (rows[None],)
 
 
-class MaskedRows(RowParallelLinear):
+class MaskedRows(RowLinear):
     """A row-parallel projection with a masked input; its features are sharded over TP."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rotary frequencies for rows longer than those that a model began with.
+"""Rotary positions: fused rotation, and frequencies for rows longer than a model began with.
 
 Megatron-Core's rotary embedding has Llama 3.1's scaling with all but one of its numbers fixed, and
 multiplies positions for the linear one; here the frequencies are changed, as in Hugging Face, so
@@ -9,9 +9,29 @@ from __future__ import annotations
 
 import math
 
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
 
 from megatron_lengen.config import LengenConfig
+from megatron_lengen.ops.rotary import rotate
+
+
+def fuse_rotation(config: LengenConfig) -> None:
+    """Let attention rotate in one pass: by Transformer Engine where it is there, else by ours.
+
+    Megatron-Core's switch for it takes Transformer Engine's function alone; ours has its form.
+    """
+    if rope_utils.fused_apply_rotary_pos_emb is None:
+        rope_utils.fused_apply_rotary_pos_emb = _rotate_by_frequencies
+    config.apply_rope_fusion = True
+
+
+def _rotate_by_frequencies(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
+    """t [s, b, n, d] turned by freqs [s, 1, 1, r], whose second half repeats the first."""
+    if interleaved:
+        raise NotImplementedError("channels that rotate are halves of a head here, not neighbours")
+    return rotate(t, freqs[:, 0, 0, : freqs.shape[-1] // 2])
 
 
 def scale_frequencies(embedding: RotaryEmbedding, config: LengenConfig) -> None:

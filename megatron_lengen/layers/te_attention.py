@@ -1,7 +1,8 @@
 """Core attention of Transformer Engine's spec: its kernels where they serve the layer's weighting.
 
-It serves causal softmax with windows, and ALiBi's slopes where flash-attn is installed. Documents,
-entmax, dropout of weights (whose mask is a function of coordinates here) and whatever else
+It serves causal softmax with windows, and documents where flash-attn is installed: the rows of a
+batch one behind the other, cut where documents end (`thd`, `cu_seqlens`). ALiBi's slopes, entmax,
+dropout of weights (whose mask is a function of coordinates here) and whatever else
 `ops.attention_choice` names go to the next backend, without Transformer Engine.
 """
 
@@ -9,14 +10,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import require
 from megatron_lengen.layers.attention import CausalAttention
 from megatron_lengen.ops.attention_choice import choose_aloud, request_of
 from megatron_lengen.ops.weighting import Weighting
+
+# Where the documents of micro-batches in flight end, by the tensor that announced them: counting
+# waits for the device, which must not happen in every layer.
+_PACKED: Any = WeakTensorKeyDictionary()
 
 
 class TEAttention(CausalAttention):
@@ -57,18 +65,43 @@ class TEAttention(CausalAttention):
         if choose_aloud(request) != "te":
             return super()._attend(query, key, value, weighting)
         assert self.te is not None
-        if weighting.slopes is None:
+        if weighting.documents is None:
             return self.te(query, key, value, None, AttnMaskType.causal)
-        # Megatron-Core's wrapper has no argument for slopes; the class that it wraps has.
-        inherited: Any = super(te_dot_product_attention(), self.te)
-        return inherited.forward(
-            query,
-            key,
-            value,
-            attn_mask_type="causal",
-            core_attention_bias_type="alibi",
-            alibi_slopes=weighting.slopes,
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        packed = packed_documents(weighting.documents)
+        output = self.te(q, k, v, None, AttnMaskType.causal, packed_seq_params=packed)
+        rows = output.reshape(query.shape[1], query.shape[0], -1)
+        return rows.transpose(0, 1).contiguous()
+
+
+def packed_documents(documents: Tensor) -> PackedSeqParams:
+    """Where documents end in the rows of a batch laid one behind the other.
+
+    Counted once for each tensor, however many layers ask.
+
+    Args:
+        documents: [b, s] int64, number of each token's document in its row, never falling.
+
+    Returns:
+        `cu_seqlens` [documents + 1] int32, 0 and the end of every document, and the longest one.
+    """
+    found = _PACKED.get(documents)
+    if found is None:
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        starts = begins.flatten().nonzero().flatten()
+        ends = torch.cat((starts, starts.new_tensor([documents.numel()])))
+        longest = int(ends.diff().max())
+        cumulative = ends.to(torch.int32)
+        found = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cumulative,
+            cu_seqlens_kv=cumulative,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
         )
+        _PACKED[documents] = found
+    return found
 
 
 def te_dot_product_attention() -> Any:

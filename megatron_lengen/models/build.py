@@ -14,7 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
-from megatron_lengen.layers.rotary import scale_frequencies
+from megatron_lengen.layers.linear import ColumnLinear
+from megatron_lengen.layers.rotary import fuse_rotation, scale_frequencies
 from megatron_lengen.models import gpt_specs, mamba_specs
 from megatron_lengen.models.by_layer import load_by_layer, without_weights
 from megatron_lengen.models.gpt_specs import gpt_block_spec
@@ -58,6 +59,8 @@ def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> LanguageMo
         model = _gpt_model(config, vp_stage, common)
     assign_sites(model, config)
     if last:
+        # Megatron-Core's models build this one by themselves; it differs in its arithmetic only.
+        model.output_layer.__class__ = ColumnLinear
         _hide_padded_vocabulary(model, config)
     return model
 
@@ -75,6 +78,7 @@ def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any
         **common,
     )
     if config.position_embedding_type == "rope":
+        fuse_rotation(config)
         scale_frequencies(model.rotary_pos_emb, config)
     return model
 

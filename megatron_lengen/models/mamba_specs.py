@@ -1,11 +1,14 @@
 """Layer specs of Mamba2 models, and the stack that Megatron-Core's MambaModel runs them in.
 
-| backend | norm slot      | projections of the mixer                                             |
-|---------|----------------|----------------------------------------------------------------------|
-| torch   | DropoutRMSNorm | Megatron's column- and row-parallel                                  |
-| te      | DropoutRMSNorm | TE's; Megatron's column-parallel where ranks share one group's B, C  |
+| backend | dropout behind norm | norm slot         | projections of the mixer             |
+|---------|---------------------|-------------------|--------------------------------------|
+| torch   | any                 | DropoutRMSNorm    | Megatron's column- and row-parallel  |
+| te      | yes                 | TEDropoutRMSNorm  | TE's column- and row-parallel        |
+| te      | no                  | inside the linear | TE's fused norm and linear, TE's row |
 
-Checkpoints have the keys of Megatron-Core's own specs, whose norm is fused into the projection.
+Where ranks share one group's B and C, the first projection is SharedGroupProjection, which is
+Megatron's column-parallel, with a norm in front. Checkpoints have the keys of Megatron-Core's own
+specs, whose norm is fused into the projection.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -35,10 +38,10 @@ from megatron_lengen.layers.mamba_mixer import (
     MixerSubmodules,
     SharedGroupProjection,
 )
-from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.layers.projections import MaskedRows
 from megatron_lengen.mamba_config import groups_are_shared
-from megatron_lengen.models.backends import te_backend
+from megatron_lengen.models.backends import backend_of, norm_of, uses_te
+from megatron_lengen.ops.variants import get_variant
 
 KEYS_OF_FUSED_LAYERS = {"norm.": "mixer.in_proj.layer_norm_"}
 
@@ -49,22 +52,25 @@ def mamba_layer_spec(config: LengenConfig) -> ModuleSpec:
     Raises:
         BadInput: for the `te` backend without Transformer Engine.
     """
-    te = config.transformer_impl == "transformer_engine"
-    backend = te_backend() if te else LocalSpecProvider()
+    backend = backend_of(config)
+    between = config.dropout_on and get_variant(config.dropout_variant).placement == "after_norm"
+    norm_in_linear = uses_te(config) and not between and not groups_are_shared(config)
     columns, rows = backend.column_parallel_linear(), backend.row_parallel_linear()
     if groups_are_shared(config):
         columns = SharedGroupProjection
+    elif norm_in_linear:
+        columns = backend.column_parallel_layer_norm_linear()
     if config.dropout_on and "o" in config.dropout_letters:
         rows = MaskedRows
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
-            norm=DropoutRMSNorm,
+            norm=IdentityOp if norm_in_linear else norm_of(config),
             mixer=ModuleSpec(
                 module=Mamba2Mixer, submodules=MixerSubmodules(in_proj=columns, out_proj=rows)
             ),
             mamba_bda=ResidualAdd,
-            sharded_state_dict_keys_map=dict(KEYS_OF_FUSED_LAYERS),
+            sharded_state_dict_keys_map={} if norm_in_linear else dict(KEYS_OF_FUSED_LAYERS),
         ),
     )
 
@@ -124,7 +130,7 @@ class MambaDecoder(MegatronModule):
         )
         self.final_norm = None
         if post_process:
-            self.final_norm = DropoutRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.final_norm = norm_of(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
         """What the previous stage sent; the schedules call this before `forward`."""

@@ -17,7 +17,7 @@ from torch import nn
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.dropout import DropoutSite, ResidualAdd, Site
 from megatron_lengen.layers.mamba_mixer import Mamba2Mixer
-from megatron_lengen.layers.norm import DropoutRMSNorm
+from megatron_lengen.layers.norm import NormWithSite
 from megatron_lengen.layers.projections import MaskedRows
 from megatron_lengen.ops.variants import get_variant
 
@@ -40,7 +40,7 @@ def assign_sites(model: LanguageModule, config: LengenConfig) -> dict[str, Dropo
                 assigned[full_name] = _set(module, part, _site(config, number, site, module))
     final_name = "final_norm" if mamba else "final_layernorm"
     final = getattr(model.decoder, final_name)
-    if config.dropout_keep_final_norm and isinstance(final, DropoutRMSNorm):
+    if config.dropout_keep_final_norm and isinstance(final, NormWithSite):
         name = f"decoder.{final_name}"
         if not _skipped(name, config):
             assigned[name] = _set(
@@ -104,8 +104,8 @@ def _sites_of_block(
         yield "mixer.norm", mixer.norm, Site.GATED_NORM, None
 
 
-def _site(config: LengenConfig, layer: int, site: Site, module: nn.Module) -> DropoutSite:
-    at_sequence_shard = isinstance(module, DropoutRMSNorm | ResidualAdd | Mamba2Mixer)
+def _site(config: LengenConfig, layer: int, site: Site, module: object) -> DropoutSite:
+    at_sequence_shard = isinstance(module, NormWithSite | ResidualAdd | Mamba2Mixer)
     return DropoutSite(
         variant=config.dropout_variant,
         rate=config.dropout_rate,

@@ -182,17 +182,17 @@ def _first(request: Request, missing: set[str]) -> str | None:
 
 
 def _lacks_te(request: Request, packages: frozenset[str]) -> str | None:
-    # Documents would need packed rows, and a mask of weights our coordinates.
-    lacking = "entmax" if request.alpha != 1 else _first(request, {"documents", "dropout"})
+    # Slopes become a bias of S x S there (get_alibi), and a mask of weights needs our coordinates.
+    lacking = "entmax" if request.alpha != 1 else _first(request, {"slopes", "dropout"})
     if lacking is None and request.queries != request.keys:
         lacking = "queries of a part of the row"
     if lacking is None and request.dtype not in _HALVES:
         lacking = "linear memory for fp32"  # its own fallback writes S x S scores
-    if lacking is None and "slopes" in request.features:
-        if request.context_parallel:
-            lacking = "ALiBi slopes under context parallelism"
-        elif "flash_attn" not in packages:
-            lacking = "ALiBi slopes without flash-attn"  # cuDNN's way writes an S x S bias
+    if lacking is None and "documents" in request.features:
+        if request.context_parallel:  # every document would have to divide by 2 x CP
+            lacking = "documents under context parallelism"
+        elif "flash_attn" not in packages:  # cuDNN may not pack rows; the fallback writes S x S
+            lacking = "documents without flash-attn"
     return lacking
 
 

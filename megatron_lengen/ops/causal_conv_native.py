@@ -37,9 +37,7 @@ class _Call(ctypes.Structure):
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
     """The kernels, where they can compute this."""
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or not x.numel():
-        return None
-    return native.load_library()
+    return native.load_library() if native.serves(x) else None
 
 
 def forward(

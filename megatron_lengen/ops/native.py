@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +58,31 @@ def load_library() -> ctypes.CDLL | None:
     """The kernels, built if need be; None where that is not possible (said once)."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if not compiler:
-        logger.warning(
-            "no C++ compiler found: norms and Mamba2 use slower PyTorch operations on the CPU"
-        )
+        logger.warning("no C++ compiler found: slower PyTorch operations are used on the CPU")
         return None
     try:
         return ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         logger.warning(
-            "the CPU kernels could not be built with %s (%s): norms and Mamba2 use slower PyTorch "
-            "operations on the CPU",
+            "the CPU kernels could not be built with %s (%s): slower PyTorch operations are used",
             compiler,
             detail.strip().splitlines()[-1] if detail.strip() else error,
         )
         return None
+
+
+def serves(x: Tensor) -> bool:
+    """Whether there are kernels for a tensor: on the CPU, in fp32 or bf16, with elements."""
+    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0
+    # PyTorch's compiler fuses operations by itself, and does not see through these kernels.
+    return fits and not torch.compiler.is_compiling() and load_library() is not None
+
+
+def run(name: str, dtype: torch.dtype, call: ctypes.Structure) -> None:
+    """Call the kernel `name` of a dtype; the tensors behind the pointers must stay alive."""
+    suffix = "f32" if dtype == torch.float32 else "bf16"
+    getattr(load_library(), f"lengen_{name}_{suffix}")(ctypes.byref(call))
 
 
 def _build(compiler: str) -> Path:

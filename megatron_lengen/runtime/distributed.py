@@ -12,7 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import Fault, require
-from megatron_lengen.runtime import host
+from megatron_lengen.runtime import affinity, host
 
 
 def world_size() -> int:
@@ -42,6 +42,8 @@ def start_process_group(timeout_minutes: float = 10.0) -> None:
                 f"{os.environ.get('MASTER_PORT')} within --distributed-timeout-minutes "
                 f"({timeout_minutes:g}): {str(error).splitlines()[0]}"
             ) from error
+        if not host.has_cuda():
+            affinity.share_cores()
     else:
         dist.init_process_group(
             backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout

@@ -31,6 +31,7 @@ from megatron_lengen.config_fields import (
 )
 from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer, kind_named
 from megatron_lengen.errors import BadInput, is_first_rank, missing_package, require
+from megatron_lengen.fp8_checks import check_fp8_tokens
 from megatron_lengen.mamba_config import ENTRIES
 from megatron_lengen.runtime import distributed
 from megatron_lengen.training import flags
@@ -116,6 +117,12 @@ def parse_settings(
     data_parallel_size = distributed.check_layout(model, distributed.world_size())
     training.check(data_parallel_size, optimizer.lr, optimizer.min_lr)
     training.check_tasks(model, data_parallel_size)
+    check_fp8_tokens(model, training.micro_batch_size)
+    require(
+        training.rerun_mode == "disabled" or model.fp8 is None or model.fp8_recipe != "delayed",
+        f"--rerun-mode {training.rerun_mode}: found with --fp8-recipe delayed, whose scales are "
+        "others in every forward; allowed: another recipe",
+    )
     _check_data_files(training, tokenizer)
     _check_packages(training, model)
     ddp = _data_parallelism(given)
@@ -284,6 +291,8 @@ def _optimizer(given: dict[str, Any], model: LengenConfig) -> OptimizerConfig:
     values = flags.dataclass_values(OptimizerConfig, given)
     values.update(optimizer="adam", bf16=model.bf16, params_dtype=model.params_dtype)
     values.setdefault("min_lr", 0.0)
+    if model.fp8 is not None:
+        values["fp8_recipe"] = model.fp8_recipe
     for name, high, allowed in (
         ("weight_decay", math.inf, "0 or more"),
         ("clip_grad", math.inf, "0 (no clipping) or more"),
@@ -333,6 +342,11 @@ def _check_packages(training: TrainingSettings, model: LengenConfig) -> None:
         model.transformer_impl != "transformer_engine" or have_transformer_engine(),
         "--transformer-impl: found transformer_engine, which cannot be imported; allowed: local",
     )
+    if model.fp8 is not None:
+        from megatron_lengen.models.backends import why_no_fp8
+
+        reason = why_no_fp8(model.fp8_recipe)
+        require(reason is None, f"--fp8-recipe: found {model.fp8_recipe}; {reason}")
     for flag, asked, package in (
         ("--tensorboard-dir", training.tensorboard_dir, "tensorboard"),
         ("--wandb-project", training.wandb_project, "wandb"),

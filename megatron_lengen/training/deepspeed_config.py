@@ -66,6 +66,7 @@ def check_features(
         ("overlap_grad_reduce", ddp.overlap_grad_reduce),
         ("overlap_param_gather", ddp.overlap_param_gather),
         ("rerun_mode", training.rerun_mode != "disabled"),
+        ("fp8", model.fp8 is not None),
     ):
         require(
             not asked, f"{flag_of(name)}: not with --engine deepspeed; allowed: --engine megatron"

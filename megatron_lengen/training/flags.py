@@ -41,6 +41,7 @@ SOURCES: dict[str, type] = {
 RENAMED = {
     "layernorm_epsilon": "--norm-epsilon",
     "gated_linear_unit": "--swiglu",
+    "fp8": "--fp8-format",
     "add_bias_linear": "--disable-bias-linear",
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
@@ -50,8 +51,19 @@ RENAMED = {
     "dropout_detach_beta": "--dropout-no-detach-beta",
 }
 
+# Fields that only mean something with --fp8-format.
+FP8 = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    """,
+    )
+)
+
 # What this package serves of Megatron-Core's own dataclasses; its own fields are all flags.
-SERVED = frozenset(
+SERVED = FP8 | frozenset(
     re.findall(
         r"\w+",
         """
@@ -71,7 +83,8 @@ _NO_FLAG = frozenset({"cuda_graph_scope", "decoder"})
 _NOT_OF = {
     "transformer": frozenset(MAMBA_FIELDS),
     "mamba2": frozenset(ARCHITECTURE_FIELDS) - frozenset(MAMBA_ARCHITECTURE_FIELDS)
-    | {"window_size", "attention_dropout", "attention_dropout_layers", "recompute_modules"},
+    | {"window_size", "attention_dropout", "attention_dropout_layers", "recompute_modules"}
+    | FP8,
 }
 _PACKAGE = "megatron_lengen."
 

@@ -22,6 +22,7 @@ from megatron_lengen.evaluation.native import NativeModel
 from megatron_lengen.models.build import InferenceModel
 from megatron_lengen.runtime import host
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.compilation import uncompiled
 
 if TYPE_CHECKING:
     from megatron_lengen.evaluation.needle import Answerer
@@ -68,7 +69,7 @@ class GenerationEvaluation:
         samples = self._settings.training.eval_generation_samples
         rank, ranks = parallel_state.get_data_parallel_rank(), self._settings.data_parallel_size
         found: dict[str, float] = {}
-        with _answering(self._chunk, self._settings) as model:
+        with uncompiled(self._settings), _answering(self._chunk, self._settings) as model:
             for length in self._settings.training.generation_lengths:
                 totals = self._task.count_right(model, length, range(rank, samples, ranks))
                 summed = torch.tensor(list(totals.values()), dtype=torch.float64)

@@ -23,6 +23,7 @@ from megatron_lengen.errors import BadInput, is_first_rank
 from megatron_lengen.runtime import distributed, host
 from megatron_lengen.runtime.watch import Watch
 from megatron_lengen.training.arguments import Settings
+from megatron_lengen.training.compilation import compile_layers
 from megatron_lengen.training.engine import Engine, MegatronEngine
 from megatron_lengen.training.generation import GenerationEvaluation
 from megatron_lengen.training.guards import SkipGuard, Stop, replayable
@@ -232,6 +233,7 @@ def _fits_into_memory(settings: Settings) -> Iterator[None]:
 
 
 def _engine(settings: Settings, chunks: list[nn.Module]) -> Engine:
+    compile_layers(settings, chunks)
     if settings.training.engine == "deepspeed":
         from megatron_lengen.training.deepspeed_engine import DeepSpeedEngine
 

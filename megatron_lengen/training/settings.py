@@ -94,6 +94,10 @@ class TrainingSettings(TaskSettings):
     """Kind of tokenizer: HuggingFaceTokenizer, SentencePieceTokenizer, ByteLevelTokenizer,
     NullTokenizer (with --vocab-size)."""
 
+    torch_compile: bool = False
+    """Compile each layer with PyTorch's compiler at the first step; for GPUs without Transformer
+    Engine (on CPUs the kernels are compiled already, and this is slower)."""
+
     max_skipped_steps: int = 10
     """Steps in a row whose loss or gradient may be nan or infinite, and whose update is left out,
     before the run ends; 0 for any number."""

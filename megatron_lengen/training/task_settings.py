@@ -53,6 +53,10 @@ class TaskSettings:
             return
         require(lengths is not None, "--eval-generation: needs --copy-task")
         require(
+            model.fp8 is None,
+            "--eval-generation: not with --fp8-format, which computes no single tokens",
+        )
+        require(
             all(1 <= length <= MAX_SOURCE for length in self.generation_lengths),
             f"--eval-generation: found {self.eval_generation}; allowed: lengths of 1 or more",
         )

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_lengen"
 
 # What each room may import besides itself: the whole of "imports point down only".
-CHECKS = {"config_checks", "attention_checks", "mamba_config"}
+CHECKS = {"config_checks", "attention_checks", "fp8_checks", "mamba_config"}
 GROUND = CHECKS | {"config", "config_fields", "compat", "errors"}
 BELOW_MODELS = GROUND | {"runtime", "data"}
 MAY_IMPORT = {
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "mamba_config": {"errors", "config"},
     "config_checks": {"compat", "errors", "ops", "config", "mamba_config"},
     "attention_checks": {"errors", "config", "config_checks"},
+    "fp8_checks": {"errors", "config"},
     "ops": {"errors", "compat"},
     "runtime": GROUND,
     "data": GROUND | {"runtime"},

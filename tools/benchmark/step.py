@@ -50,7 +50,6 @@ PRESETS: dict[str, tuple[int, int, int, str]] = {
 }  # fmt: skip
 # Dense bf16 operations a second by the vendor's data sheets, for MFU.
 DATASHEET = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-WEIGHT_SEED = 1234
 
 
 def build_parser() -> Parser:
@@ -126,7 +125,7 @@ def _flags(args: argparse.Namespace, vpad: float | None) -> list[str]:
     _, _, vocabulary, model = PRESETS[args.preset]
     text = (
         f"{model} --swiglu --disable-bias-linear --norm-epsilon 1e-6 --seq-length {args.length}"
-        f" --tokenizer-type NullTokenizer --vocab-size {vocabulary} --mock-data --seed {WEIGHT_SEED}"
+        f" --tokenizer-type NullTokenizer --vocab-size {vocabulary} --mock-data --seed 1234"
         f" --micro-batch-size {args.batch} --global-batch-size {args.batch} --train-iters 1000000"
         f" --lr 1e-5 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0.01"
         f" --make-vocab-size-divisible-by 1 {args.flags}"
@@ -247,7 +246,9 @@ def _mfu(rate: float, device: str) -> float | None:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as text."""
-    lines = [f"{'step':<19} {'seconds':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'to ours':>8}"]
+    lines = [
+        f"{'step':<19} {'seconds':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'to ours':>8}"
+    ]
     for row in results:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         lines.append(

@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+from te_stand_in import Calls, DotProductAttention
 from tiny_models import tiny_config
 
 from megatron_lengen.errors import BadInput
 from megatron_lengen.layers import te_attention
 from megatron_lengen.layers.coordinates import set_documents
-from megatron_lengen.layers.te_attention import TEAttention, messages_for
+from megatron_lengen.layers.te_attention import TEAttention, messages_for, packed_documents
 from megatron_lengen.ops.attention_choice import choose
-from megatron_lengen.ops.weighting import Weighting, naive_attention
+from megatron_lengen.ops.weighting import naive_attention
 
 pytestmark = pytest.mark.usefixtures("process_groups")
 
 
-class DotProductAttention(torch.nn.Module):
-    """Transformer Engine's own class, by the definition of its arguments."""
-
-    def __init__(self, **settings):
-        super().__init__()
-        self.settings, self.calls = settings, []
-        config, number = settings["config"], settings["layer_number"]
-        windowed = config.layer_pattern()[number - 1].windowed
-        self.window_size = config.window_size if windowed else (-1, 0)
-
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask=None,
-        attn_mask_type=None,
-        core_attention_bias_type="no_bias",
-        alibi_slopes=None,
-    ):
-        assert attn_mask_type == "causal" and attention_mask is None
-        assert (core_attention_bias_type == "alibi") == (alibi_slopes is not None)
-        self.calls.append(core_attention_bias_type)
-        # Bounds are inclusive there: left 7 means 8 keys.
-        window = None if self.window_size[0] < 0 else self.window_size[0] + 1
-        weighting = Weighting(window, self.settings["softmax_scale"], alibi_slopes)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return naive_attention(q, k, v, weighting).permute(2, 0, 1, 3).flatten(2)
-
-
 class Wrapper(DotProductAttention):
-    """Megatron-Core's, which has no argument for slopes."""
+    """Megatron-Core's, as far as it is used; tests/unit/models/te_cases.py runs the real one."""
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type):
-        return super().forward(query, key, value, attention_mask, attn_mask_type.name)
+    def __init__(self, config, layer_number, attn_mask_type, softmax_scale, cp_comm_type, **others):
+        windowed = config.layer_pattern()[layer_number - 1].windowed
+        super().__init__(
+            config.num_attention_heads,
+            config.kv_channels,
+            config.num_query_groups,
+            attn_mask_type=attn_mask_type.name,
+            window_size=config.window_size if windowed else None,
+            softmax_scale=softmax_scale,
+            cp_comm_type=cp_comm_type,
+            **others,
+        )
+
+    def forward(self, query, key, value, mask, attn_mask_type, packed_seq_params=None):
+        if packed_seq_params is None:
+            return super().forward(query, key, value, mask, attn_mask_type=attn_mask_type.name)
+        packed = {name: x for name, x in vars(packed_seq_params).items() if x is not None}
+        kind = f"padding_{attn_mask_type.name}"
+        return super().forward(query, key, value, mask, attn_mask_type=kind, **packed)
 
 
 @pytest.fixture
@@ -66,6 +57,11 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(te_attention, "te_dot_product_attention", lambda: Wrapper)
 
 
+@pytest.fixture(autouse=True)
+def no_calls():
+    Calls.clear()
+
+
 def attend(layer_number: int, **changes) -> tuple[TEAttention, torch.Tensor, torch.Tensor]:
     """The layer, its output and that of the definition for the weighting that it makes."""
     layer = TEAttention(tiny_config(**changes), layer_number=layer_number)
@@ -79,39 +75,62 @@ def attend(layer_number: int, **changes) -> tuple[TEAttention, torch.Tensor, tor
 
 
 @pytest.mark.parametrize(
-    "layer_number, changes, calls",
+    "layer_number, changes, formats",
     [
-        (1, {}, ["no_bias"]),
-        (4, {}, ["no_bias"]),
-        (1, {"position_embedding_type": "nape", "no_rope_freq": None}, ["alibi"]),
-        (4, {"attention_function": "entmax"}, None),
+        (1, {}, ["sbhd"]),
+        (4, {}, ["sbhd"]),
+        (1, {"position_embedding_type": "nape", "no_rope_freq": None}, []),
+        (4, {"attention_function": "entmax"}, []),
     ],
     ids=["window", "no window", "slopes", "entmax"],
 )
-def test_each_layer_computes_its_weighting(as_on_a_gpu, layer_number, changes, calls):
+def test_each_layer_computes_its_weighting(as_on_a_gpu, layer_number, changes, formats):
     layer, found, expected = attend(layer_number, **changes)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert (layer.te and layer.te.calls) == calls
+    assert [call["format"] for call in Calls.attention] == formats
+    assert (layer.te is None) == ("attention_function" in changes)
 
 
-def test_documents_are_not_lost(as_on_a_gpu):
-    set_documents((torch.arange(20) // 7).repeat(2, 1))
+@pytest.mark.parametrize("layer_number", [1, 4], ids=["window", "no window"])
+def test_documents_are_packed_rows(as_on_a_gpu, layer_number):
+    set_documents(torch.stack((torch.arange(20) // 7, torch.arange(20) // 12)))
     try:
-        layer, found, expected = attend(1)
+        _, found, expected = attend(layer_number)
     finally:
         set_documents(None)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert layer.te.calls == []
+    (call,) = Calls.attention
+    assert call["format"] == "thd" and call["ends"] == [0, 7, 14, 20, 32, 40]
+    assert call["window"] == ((7, 0) if layer_number == 1 else None)
+
+
+def test_documents_are_counted_once():
+    generator = torch.Generator().manual_seed(0)
+    documents = (torch.rand(3, 50, generator=generator) < 0.1).cumsum(1)
+    ends, longest = [0], 0
+    for row in documents.tolist():
+        for number in sorted(set(row)):
+            ends.append(ends[-1] + row.count(number))
+            longest = max(longest, row.count(number))
+    packed = packed_documents(documents)
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == ends
+    assert packed.cu_seqlens_q.dtype == torch.int32 and packed.qkv_format == "thd"
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == longest
+    assert packed_documents(documents) is packed
+    assert packed_documents(documents.clone()) is not packed
+    forgotten = weakref.ref(packed)
+    del documents, packed
+    gc.collect()
+    assert forgotten() is None
 
 
 def test_its_own_dropout_stays_off(as_on_a_gpu):
-    layer, _, _ = attend(1, attention_dropout=0.2)
-    assert layer.te.settings["attention_dropout"] == 0.0
+    attend(1, attention_dropout=0.2)  # the stand-in refuses a rate
 
 
 def test_a_scale_is_passed_on(as_on_a_gpu):
     layer = TEAttention(tiny_config(), layer_number=4, softmax_scale=0.125)
-    assert layer.te.settings["softmax_scale"] == 0.125
+    assert layer.te.softmax_scale == 0.125
 
 
 def test_windows_under_context_parallelism_gather_keys():

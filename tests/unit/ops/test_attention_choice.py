@@ -52,10 +52,12 @@ CHOICES = [
     (request(te=True), ALL, "te"),
     (request("window", "scale", te=True), ALL, "te"),
     (request("window", te=True, context_parallel=True), ALL, "te"),
-    (request("slopes", te=True), ALL, "te"),
-    (request("slopes", te=True), frozenset({"triton"}), "flex"),
-    (request("slopes", te=True, context_parallel=True), ALL, "flex"),
-    (request("documents", te=True), ALL, "flex"),
+    (request("slopes", te=True), ALL, "flex"),
+    (request("documents", te=True), ALL, "te"),
+    (request("documents", "window", "scale", te=True), ALL, "te"),
+    (request("documents", "slopes", te=True), ALL, "flex"),
+    (request("documents", te=True), frozenset({"triton"}), "flex"),
+    (request("documents", te=True, context_parallel=True), ALL, "flex"),
     (request("dropout", te=True), ALL, "tiles"),
     (request("window", te=True, dtype=torch.float32), ALL, "flex"),
     (request("window", te=True, queries=1024), ALL, "flex"),
@@ -94,7 +96,8 @@ def test_the_first_that_serves_everything(asked, packages, backend):
 
 def test_what_is_passed_over_is_named_with_what_it_lacks():
     assert choose(request("documents", "dropout", te=True), ALL) == Choice(
-        "tiles", (("te", "documents"), ("flex", "dropout of weights"), ("blocks", "documents"))
+        "tiles",
+        (("te", "dropout of weights"), ("flex", "dropout of weights"), ("blocks", "documents")),
     )
     assert choose(request("slopes", alpha=1.5), ALL).passed_over == (("adasplash", "ALiBi slopes"),)
     assert choose(request("window"), frozenset()).passed_over == (("flex", "Triton"),)

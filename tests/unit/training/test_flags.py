@@ -25,6 +25,15 @@ OF_MAMBA = {"--mamba-state-dim", "--mamba-num-groups", "--mamba-init", "--includ
 
 # Flags of Megatron-LM, as its users write them, and the field each sets here.
 MEGATRON_LM = {
+    "--fp8-format hybrid": ("fp8", "hybrid"),
+    "--fp8-recipe mxfp8": ("fp8_recipe", "mxfp8"),
+    "--fp8-margin 1": ("fp8_margin", 1),
+    "--fp8-amax-history-len 16": ("fp8_amax_history_len", 16),
+    "--fp8-amax-compute-algo max": ("fp8_amax_compute_algo", "max"),
+    "--first-last-layers-bf16": ("first_last_layers_bf16", True),
+    "--num-layers-at-start-in-bf16 2": ("num_layers_at_start_in_bf16", 2),
+    "--num-layers-at-end-in-bf16 2": ("num_layers_at_end_in_bf16", 2),
+    "--fp8-param-gather": None,
     "--num-layers 4": ("num_layers", 4),
     "--hidden-size 8": ("hidden_size", 8),
     "--ffn-hidden-size 8": ("ffn_hidden_size", 8),
