@@ -25,7 +25,6 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -39,8 +38,10 @@ from attention_forms import (
     dense_entmax,
     forms_of,
     hugging_faces,
+    normal,
     operations,
     ours,
+    run_of,
     weighting_of,
 )
 from timing import check_device, matmul_rate, times, write_report
@@ -81,6 +82,7 @@ def build_parser() -> Parser:
         metavar="SECONDS",
         help="leave out a form where one run of it would take longer (kinds; default: 10)",
     )
+    parser.add_argument("--seconds", type=float, help="begin no form of kinds after them")
     parser.add_argument("--no-compile", action="store_true", help="leave out compiled peers")
     parser.add_argument("--window", type=int, default=1024, help="keys (default: 1024)")
     parser.add_argument("--dense-length", type=int, default=16384, help="default: 16384")
@@ -134,27 +136,11 @@ def sizes_of(args: argparse.Namespace, length: int) -> Sizes:
 
 def inputs(args: argparse.Namespace, length: int) -> list[Tensor]:
     """q, k and v of one row, that take gradients."""
-    generator = torch.Generator().manual_seed(length)
+    generator = torch.Generator(args.device).manual_seed(length)
     return [
-        torch.randn(1, heads, length, args.channels, generator=generator)
-        .to(args.device, DTYPES[args.dtype])
-        .requires_grad_()
+        normal((1, heads, length, args.channels), generator, DTYPES[args.dtype]).requires_grad_()
         for heads in (args.heads, args.groups, args.groups)
     ]
-
-
-def one_run(attend: Attend, qkv: list[Tensor], dy: Tensor) -> None:
-    """One forward and backward."""
-    for x in qkv:
-        x.grad = None
-    attend(*qkv).backward(dy)
-
-
-def run_of(attend: Attend, qkv: list[Tensor]) -> Callable[[], None]:
-    """One forward and backward as a function; the gradient of the output is random."""
-    generator = torch.Generator().manual_seed(1)
-    dy = torch.randn(qkv[0].shape, generator=generator).to(qkv[0].device, qkv[0].dtype)
-    return partial(one_run, attend, qkv, dy)
 
 
 def timed(candidates: dict[Key, Attend], args: argparse.Namespace) -> dict[Key, float]:
@@ -165,50 +151,61 @@ def timed(candidates: dict[Key, Attend], args: argparse.Namespace) -> dict[Key, 
 
 
 def part_kinds(args: argparse.Namespace) -> list[dict]:
-    """Every kind at every length, and the limit of each."""
+    """Every kind at every length, and the limit of each; the shortest rows of all kinds first."""
     rate = matmul_rate(args.device, DTYPES[args.dtype])
-    found = []
-    for kind in args.kinds:
-        last: dict[str, tuple[int, float]] = {}  # of a form: the length before, seconds
-        for length in args.kind_lengths:
+    end = time.monotonic() + (args.seconds or float("inf"))
+    found: dict[str, list[dict]] = {kind: [] for kind in args.kinds}
+    last: dict[tuple[str, str], tuple[int, float]] = {}  # a run before: its length and seconds
+    for length in args.kind_lengths:
+        for kind in args.kinds:
             sizes = sizes_of(args, length)
             work = operations(weighting_of(kind, sizes), sizes)
-            seconds, failed = kind_at(kind, sizes, last, args)
+            seconds, failed = kind_at(kind, sizes, last, end, args)
             for form, reason in failed.items():
-                found.append({**row("kinds", form, length, kind=kind), "failed": reason})
+                found[kind].append({**row("kinds", form, length, kind=kind), "failed": reason})
             for form, taken in {**seconds, "limit": work / rate}.items():
                 ratio = taken / seconds["ours"] if "ours" in seconds else None
                 one = row("kinds", form, length, taken, ratio, work, kind)
-                found.append({**one, "of_matmul_rate": work / taken / rate})
-    return found
+                found[kind].append({**one, "of_matmul_rate": work / taken / rate})
+    return [one for rows in found.values() for one in rows]
 
 
 def kind_at(
-    kind: str, sizes: Sizes, last: dict[str, tuple[int, float]], args: argparse.Namespace
+    kind: str,
+    sizes: Sizes,
+    last: dict[tuple[str, str], tuple[int, float]],
+    end: float,
+    args: argparse.Namespace,
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Seconds of the forms of a kind at one length, and why others have none.
 
     Args:
-        last: a form's length and seconds of a run before; brought up to date.
+        last: length and seconds of a run before by (kind, form); brought up to date.
+        end: when no further form is begun.
     """
     qkv = inputs(args, sizes.length)
     runs, failed = {}, {}
     for form, make in forms_of(kind, sizes).items():
-        length, seconds = last.get(form, (sizes.length, 0.0))
+        length, seconds = last.get((kind, form), (sizes.length, 0.0))
         expected = seconds * (sizes.length / length) ** 2
-        if expected > args.longest:
+        if time.monotonic() > end:
+            failed[form] = "left out: --seconds are over"
+        elif expected > args.longest:
             failed[form] = f"left out: one run would take about {expected:.0f} s"
+        if form in failed:
             continue
         try:
             run = run_of(make(), qkv)
             run()  # compile, touch the memory
-            last[form] = sizes.length, once(run, args.device)
+            last[kind, form] = sizes.length, once(run, args.device)
         except Exception as error:  # a peer that cannot stops nobody else
-            failed[form] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+            failed[form] = (
+                f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+            )
             torch.cuda.empty_cache()
             continue
         runs[form] = run
-    taken = sum(last[form][1] for form in runs)
+    taken = sum(last[kind, form][1] for form in runs)
     rounds = max(1, min(args.repeat, int(args.longest / max(taken, 1e-9))))
     found = dict(zip(runs, times(list(runs.values()), rounds, args.device), strict=True))
     return found, failed

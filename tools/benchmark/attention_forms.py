@@ -6,7 +6,8 @@ Every form takes q [1, hq, S, d], k and v [1, hkv, S, d] and gives [1, hq, S, d]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,27 @@ def visible_pairs(weighting: Weighting, length: int) -> int:
 def operations(weighting: Weighting, sizes: Sizes) -> int:
     """Floating-point operations of the products of a forward and a backward, visible pairs only."""
     return 2 * PRODUCTS * sizes.channels * sizes.heads * visible_pairs(weighting, sizes.length)
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def normal(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Normal numbers, drawn in fp32 where the generator is."""
+    return torch.randn(*shape, generator=generator, device=generator.device).to(dtype)
+
+
+def one_run(attend: Attend, qkv: list[Tensor], dy: Tensor) -> None:
+    """One forward and backward."""
+    for x in qkv:
+        x.grad = None
+    attend(*qkv).backward(dy)
+
+
+def run_of(attend: Attend, qkv: list[Tensor]) -> Callable[[], None]:
+    """One forward and backward as a function; the gradient of the output is random."""
+    generator = torch.Generator(qkv[0].device).manual_seed(1)
+    return partial(one_run, attend, qkv, normal(qkv[0].shape, generator, qkv[0].dtype))
 
 
 # ---- forms ---------------------------------------------------------------------------------------

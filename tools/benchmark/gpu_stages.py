@@ -122,7 +122,7 @@ BENCHMARKS = {
     "norm": Stage(
         40,
         "norm.py",
-        "--device {device} --rows 16384 --hidden 2048 --dtype bf16 --repeat 50 --threads 1",
+        "--device {device} --rows 65536 --hidden 2048 --dtype bf16 --repeat 50 --threads 1",
         "--device {device} --rows 64 --hidden 64 --dtype bf16 --repeat 1 --threads 1 --no-compile",
         norm_rows,
     ),
@@ -138,7 +138,8 @@ BENCHMARKS = {
         70,
         "attention.py",
         "--device {device} --parts kinds --heads 16 --groups 4 --channels 128 --no-compile "
-        "--kind-lengths 4096 16384 65536 131072 --dense-length 4096 --longest 2 --repeat 5",
+        "--kind-lengths 4096 16384 65536 131072 --dense-length 4096 --longest 2 --repeat 5 "
+        "--seconds {seconds:.0f}",
         "--device {device} --parts kinds --channels 16 --no-compile --kind-lengths 64 128 "
         "--dense-length 64 --repeat 1",
         attention_rows,

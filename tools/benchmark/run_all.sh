@@ -35,6 +35,8 @@ for name in "${wanted[@]}"; do
     esac
 done
 failed=()
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
 
 # measure REPORT SCRIPT FLAGS...: one benchmark into REPORT.json, if its SCRIPT is wanted.
 measure() {
@@ -45,10 +47,9 @@ measure() {
     *) return 0 ;;
     esac
     echo "== $report: $script.py $*"
-    if "$python" -W ignore "$here/$script.py" "$@" --json "$results/.$report.part"; then
-        mv "$results/.$report.part" "$results/$report.json"
+    if "$python" -W ignore "$here/$script.py" "$@" --json "$scratch/$report.json"; then
+        mv "$scratch/$report.json" "$results/"
     else
-        rm -f "$results/.$report.part"
         failed+=("$report")
     fi
 }
@@ -69,7 +70,7 @@ on_cpu() {
 }
 
 on_cuda() {
-    measure norm_cuda norm --device cuda --rows 16384 --hidden 2048 --dtype bf16 --repeat 50
+    measure norm_cuda norm --device cuda --rows 65536 --hidden 2048 --dtype bf16 --repeat 50
     measure cross_entropy_cuda cross_entropy --device cuda --dtype bf16 --tokens 8192 \
         --hidden 2048 --vocabulary 128256 --repeat 10
     measure attention_cuda attention --device cuda --parts kinds --heads 16 --groups 4 \
