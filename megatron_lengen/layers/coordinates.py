@@ -8,6 +8,7 @@ run in between (1F1B).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -68,18 +69,31 @@ def current_samples() -> Tensor:
 
 
 def local_positions(length: int, sequence_sharded: bool) -> Tensor:
-    """[length] int64, positions in the row of a rank's tokens.
+    """[length] int64 on the device, positions in the row of a rank's tokens; not to be changed.
 
     Args:
         length: tokens on this rank.
         sequence_sharded: whether tensor-parallel ranks hold consecutive parts (SP) of what
             context parallelism left of the row.
     """
-    if not sequence_sharded or parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return positions_of_rank(length)
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    part = parallel_state.get_tensor_model_parallel_rank()
-    return positions_of_rank(length * ranks)[part * length : (part + 1) * length]
+    parts, part = 1, 0
+    if sequence_sharded:
+        parts = parallel_state.get_tensor_model_parallel_world_size()
+        part = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank() if ranks > 1 else 0
+    return _positions(length, parts, part, (ranks, rank), host.device())
+
+
+@functools.lru_cache(maxsize=32)
+def _positions(
+    length: int, parts: int, part: int, context: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Part `part` of this rank's positions; kept, so that no mask waits for a copy to the device.
+
+    `context` (ranks, rank) is what `positions_of_rank` depends on.
+    """
+    return positions_of_rank(length * parts)[part * length :][:length].to(device)
 
 
 def query_positions(length: int) -> Tensor:

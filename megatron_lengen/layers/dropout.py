@@ -88,12 +88,14 @@ class ResidualAdd(nn.Module):
     """Adds a sublayer's output to the residual stream, with `pre_norm` dropout on it (Eq. 6).
 
     Fills a spec's bias-dropout-add slots: called with (training, fused) it returns the function
-    that Megatron's layer applies. `site` stays None without dropout.
+    that Megatron's layer applies. `site` stays None without dropout. `sums` is set where the norm
+    that reads the sum can be computed in the same pass.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.site: DropoutSite | None = None
+        self.sums: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """The function (output and bias, residual, probability) -> [s, b, h]."""
@@ -106,6 +108,8 @@ class ResidualAdd(nn.Module):
                 output = output + bias
             if training and self.site is not None:
                 output = affine_dropout(output, self.site.for_tensor(output))
+            if training and self.sums is not None:
+                return self.sums(output, residual)
             return residual + output
 
         return add

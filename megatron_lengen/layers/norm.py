@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_lengen.layers.dropout import DropoutSite
-from megatron_lengen.ops.rmsnorm import Dropout, rms_norm_dropout
+from megatron_lengen.ops.rmsnorm import Dropout, add_rms_norm_dropout, rms_norm_dropout
 
 
 class NormWithSite:
@@ -19,10 +19,27 @@ class NormWithSite:
 
     site: DropoutSite | None = None
     training: bool
+    weight: nn.Parameter
+    eps: float
+    _ready: tuple[Tensor, Tensor] | None = None
 
     def dropout_of(self, x: Tensor) -> Dropout | None:
         """What acts on the norm of x [s, b, h] now: None in evaluation and without a site."""
         return self.site.for_tensor(x) if self.training and self.site is not None else None
+
+    def sum_with(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + x of [s, b, h], normalized in the same pass.
+
+        The norm of the sum waits for the call with just this sum, which comes next.
+        """
+        z, total = add_rms_norm_dropout(x, residual, self.weight, self.eps, self.dropout_of(x))
+        self._ready = (total, z)
+        return total
+
+    def take_ready(self, x: Tensor) -> Tensor | None:
+        """The norm of x, if it was made with the sum that x is."""
+        ready, self._ready = self._ready, None
+        return ready[1] if ready is not None and ready[0] is x else None
 
 
 class DropoutRMSNorm(NormWithSite, nn.Module):
@@ -43,6 +60,9 @@ class DropoutRMSNorm(NormWithSite, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
+        ready = self.take_ready(x)
+        if ready is not None:
+            return ready
         return rms_norm_dropout(x, self.weight, self.eps, self.dropout_of(x))
 
     def extra_repr(self) -> str:

@@ -48,6 +48,9 @@ def te_dropout_norm() -> Any:
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """[s, b, h] -> [s, b, h]."""
+            ready = self.take_ready(x)
+            if ready is not None:
+                return ready
             dropout = self.dropout_of(x)
             if dropout is None:
                 return super().forward(x, *args, **kwargs)

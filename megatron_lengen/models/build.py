@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.linear import ColumnLinear
+from megatron_lengen.layers.norm import DropoutRMSNorm, NormWithSite
 from megatron_lengen.layers.rotary import fuse_rotation, scale_frequencies
 from megatron_lengen.models import gpt_specs, mamba_specs
 from megatron_lengen.models.by_layer import load_by_layer, without_weights
@@ -58,6 +59,8 @@ def build_chunk(config: LengenConfig, vp_stage: int | None = None) -> LanguageMo
     else:
         model = _gpt_model(config, vp_stage, common)
     assign_sites(model, config)
+    if config.decoder == "transformer":
+        _fuse_residual_additions(model, config)
     if last:
         # Megatron-Core's models build this one by themselves; it differs in its arithmetic only.
         model.output_layer.__class__ = ColumnLinear
@@ -81,6 +84,18 @@ def _gpt_model(config: LengenConfig, vp_stage: int | None, common: dict[str, Any
         fuse_rotation(config)
         scale_frequencies(model.rotary_pos_emb, config)
     return model
+
+
+def _fuse_residual_additions(model: GPTModel, config: LengenConfig) -> None:
+    """Let the norm in front of each MLP be computed with the sum that it reads, while training."""
+    if "layernorm" in (config.recompute_modules or ()):
+        return  # what is computed again starts from the sum
+    for layer in model.decoder.layers:
+        norm = layer.pre_mlp_layernorm
+        # Without dropout, Transformer Engine's norm is its own kernel.
+        ours = isinstance(norm, DropoutRMSNorm)
+        if ours or (isinstance(norm, NormWithSite) and norm.site is not None):
+            layer.self_attn_bda.sums = norm.sum_with
 
 
 def _hide_padded_vocabulary(model: LanguageModule, config: LengenConfig) -> None:

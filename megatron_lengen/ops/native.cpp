@@ -28,12 +28,13 @@ struct Call {
     const int64_t *positions, *samples;  // [s], [b]
     const void *x, *dz;                  // [rows, d]
     const float *gain;                   // [d], null for ones
-    void *out;                           // [rows, d]: z or dx
+    void *out;                           // [rows, d]: z or dx, in `statistics` x + residual
     float *rstd, *mean, *variance;       // [rows]
     const float *alpha, *beta;           // [rows]
     const float *mean_grad, *variance_grad;  // [rows], null when the coefficients are constants
     float *gain_grad;                        // [blocks, d], null without a gain
     float *alpha_grad, *beta_grad;           // [rows]
+    const void *residual, *total_grad;       // [rows, d] or null
 };
 
 // The row's 16-bit mask values, for channels first_channel .. first_channel + d - 1.
@@ -126,6 +127,12 @@ template <typename T> void statistics(const Call &call) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < call.rows; ++row) {
             const T *xr = x + row * d;
+            if (call.residual) {
+                const T *added = static_cast<const T *>(call.residual) + row * d;
+                T *total = static_cast<T *>(call.out) + row * d;
+                for (int64_t i = 0; i < d; ++i) store(total + i, load(xr + i) + load(added + i));
+                xr = total;
+            }
             float rstd = 1.0f;
             if (call.normalize) {
                 float square = 0.0f;
@@ -237,6 +244,7 @@ void backward_row(const Call &call, int64_t row, MaskRow &mask, float *unit, flo
         for (int64_t i = 0; i < d; ++i) store(dx + i, hat[i]);
         return;
     }
+    const T *above = call.total_grad ? static_cast<const T *>(call.total_grad) + row * d : nullptr;
     float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
     for (int64_t i = 0; i < d; ++i) {
@@ -244,7 +252,8 @@ void backward_row(const Call &call, int64_t row, MaskRow &mask, float *unit, flo
         dot += hat[i] * unit[i];
     }
     dot /= float(d);
-    for (int64_t i = 0; i < d; ++i) store(dx + i, rstd * (hat[i] - unit[i] * dot));
+    for (int64_t i = 0; i < d; ++i)
+        store(dx + i, rstd * (hat[i] - unit[i] * dot) + (above ? load(above + i) : 0.0f));
 }
 
 // dx, and the gain's gradient as one partial sum per block of rows: the blocks do not depend on

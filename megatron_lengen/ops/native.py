@@ -47,7 +47,7 @@ class Call(ctypes.Structure):
             for name in (
                 "positions", "samples", "x", "dz", "gain", "out", "rstd", "mean", "variance",
                 "alpha", "beta", "mean_grad", "variance_grad", "gain_grad", "alpha_grad",
-                "beta_grad",
+                "beta_grad", "residual", "total_grad",
             )
         ),
     )  # fmt: skip

@@ -23,6 +23,7 @@ template <typename T> void swiglu(const Glu &call) {
     for (int64_t row = 0; row < call.rows; ++row) {
         const T *gate = static_cast<const T *>(call.x) + row * 2 * f, *up = gate + f;
         T *z = static_cast<T *>(call.out) + row * f;
+#pragma omp simd
         for (int64_t i = 0; i < f; ++i) {
             const float g = load(gate + i);
             store(z + i, g / (1.0f + exp_of(-g)) * load(up + i));
@@ -37,6 +38,7 @@ template <typename T> void swiglu_backward(const Glu &call) {
         const T *gate = static_cast<const T *>(call.x) + row * 2 * f, *up = gate + f;
         const T *dz = static_cast<const T *>(call.dz) + row * f;
         T *dgate = static_cast<T *>(call.out) + row * 2 * f, *dup = dgate + f;
+#pragma omp simd
         for (int64_t i = 0; i < f; ++i) {
             const float g = load(gate + i), d = load(dz + i);
             const float share = 1.0f / (1.0f + exp_of(-g));
@@ -68,6 +70,7 @@ template <typename T> void rotate(const Rotary &call) {
                              row * call.x_row + head * call.x_head;
                 T *z = static_cast<T *>(call.out) +
                        ((token * call.rows + row) * call.heads + head) * call.width;
+#pragma omp simd
                 for (int64_t i = 0; i < half; ++i) {
                     const float a = load(x + i), b = load(x + half + i);
                     const float s = call.direction * sine[i];

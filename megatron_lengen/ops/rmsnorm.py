@@ -16,7 +16,8 @@ Shapes: s positions, b rows of the batch, d features; [s, b, d] throughout.
 
 from __future__ import annotations
 
-import ctypes
+import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lengen.ops import native
 from megatron_lengen.ops.mask import MaskCoordinates, drop_threshold, keep_mask
+from megatron_lengen.ops.rmsnorm_paths import Found, NativeKernels, TorchKernels, row_moments
 from megatron_lengen.ops.variants import row_coefficients
-
-# Partial sums of the gain's gradient; fixed, so that results do not depend on the thread count.
-_GAIN_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,11 @@ class Dropout:
         """The probability that the mask really has."""
         return self.threshold / 65536
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the features."""
+        return dist.get_world_size(self.group) if self.group is not None else 1
+
 
 # ---- the definition ------------------------------------------------------------------------------
 
@@ -72,14 +76,6 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     unit = x.float()
     unit = unit * torch.rsqrt(unit.square().mean(-1, keepdim=True) + eps)
     return (gain * unit.to(x.dtype)).to(x.dtype)
-
-
-def row_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance of [..., d] over the last dimension; 0 for a constant row."""
-    mean = x.mean(-1)
-    # A sum of d equal numbers is not d times the number; its remainder is.
-    mean = mean + (x - mean[..., None]).mean(-1)
-    return mean, (x - mean[..., None]).square().mean(-1)
 
 
 def dropout_definition(x_hat: Tensor, dropout: Dropout) -> Tensor:
@@ -106,8 +102,9 @@ def rms_norm_dropout(x: Tensor, gain: Tensor, eps: float, dropout: Dropout | Non
     """RMSNorm and, if given, dropout behind it.
 
     Args:
-        x: [s, b, d], fp32 or bf16 (other dtypes take the PyTorch path); strides as they come.
-        gain: [d].
+        x: [s, b, d]; strides as they come. Kernels take fp32 and bf16, on GPUs fp16 too; other
+            dtypes take the PyTorch path.
+        gain: [d], of any dtype.
         eps: added to the mean square.
         dropout: None (or rate 0) gives the plain norm, bitwise.
 
@@ -117,13 +114,37 @@ def rms_norm_dropout(x: Tensor, gain: Tensor, eps: float, dropout: Dropout | Non
     Raises:
         ValueError: if the dropout's coordinates are not those of s positions and b samples.
     """
-    return _NormDropout.apply(x, gain, eps, _active(dropout, x))
+    return _NormDropout.apply(x, None, gain, eps, _active(dropout, x))
+
+
+def add_rms_norm_dropout(
+    x: Tensor, residual: Tensor, gain: Tensor, eps: float, dropout: Dropout | None = None
+) -> tuple[Tensor, Tensor]:
+    """The residual addition, RMSNorm of the sum, and dropout behind it if given.
+
+    Args:
+        x, residual: [s, b, d], of one dtype.
+        gain, eps, dropout: as in `rms_norm_dropout`.
+
+    Returns:
+        z [s, b, d] and the new residual [s, b, d], residual + x, from whose rounded values z is
+        computed; their gradients are those of the two steps.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices of x and residual differ, or as in
+            `rms_norm_dropout`.
+    """
+    alike = [(list(t.shape), t.dtype, t.device) for t in (x, residual)]
+    if alike[0] != alike[1]:
+        found = " and ".join(f"{shape} {dtype} on {device}" for shape, dtype, device in alike)
+        raise ValueError(f"x and residual must be alike, found {found}")
+    return _NormDropout.apply(x, residual, gain, eps, _active(dropout, x))
 
 
 def affine_dropout(x: Tensor, dropout: Dropout | None) -> Tensor:
     """z = alpha * b * x + beta of [s, b, d]; x itself for None or rate 0."""
     dropout = _active(dropout, x)
-    return x if dropout is None else _NormDropout.apply(x, None, None, dropout)
+    return x if dropout is None else _NormDropout.apply(x, None, None, None, dropout)
 
 
 def _active(dropout: Dropout | None, x: Tensor) -> Dropout | None:
@@ -137,50 +158,75 @@ def _active(dropout: Dropout | None, x: Tensor) -> Dropout | None:
 
 
 class _NormDropout(torch.autograd.Function):
-    """Forward and backward over row statistics; eps None means no normalization."""
+    """Forward and backward over row statistics; eps None means no normalization.
+
+    With a residual it returns z and the sum, without one z.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: Tensor | None, eps: float | None, dropout: Dropout | None
-    ) -> Tensor:
+        ctx: Any, x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float | None,
+        dropout: Dropout | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         x = x.contiguous()
+        gain = None if gain is None else gain.contiguous()
+        residual = None if residual is None else residual.contiguous()
         kernels = _kernels_for(x)
-        rstd, mean, variance = kernels.statistics(x, gain, eps, dropout is not None)
-        alpha = beta = None
-        if dropout is not None:
-            assert mean is not None and variance is not None
-            mean, variance = _over_shards(mean, variance, dropout.group)
-            alpha, beta = row_coefficients(dropout.variant, mean, variance, dropout.exact_rate)
-        z = kernels.forward(x, gain, rstd, alpha, beta, dropout)
-        if dropout is None or (dropout.detach_alpha and dropout.detach_beta):
-            mean = variance = None
-        ctx.save_for_backward(x, gain, rstd, alpha, mean, variance)
-        ctx.dropout, ctx.kernels = dropout, kernels
-        return z
+        z, total, *numbers = _forward(kernels, x, residual, gain, eps, dropout)
+        assert z is not None
+        ctx.save_for_backward(total, gain, *numbers)
+        ctx.dropout, ctx.kernels, ctx.adds = dropout, kernels, residual is not None
+        ctx.set_materialize_grads(False)
+        return (z, total) if ctx.adds else z
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dz: Tensor | None, total_grad: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         x, gain, rstd, alpha, mean, variance = ctx.saved_tensors
         dropout, kernels = ctx.dropout, ctx.kernels
+        if dz is None:
+            return total_grad, total_grad, None, None, None
         dz = dz.to(x.dtype).contiguous()
+        total_grad = None if total_grad is None else total_grad.to(x.dtype).contiguous()
         statistics_grads = None
         if mean is not None:
             grads = kernels.coefficient_grads(x, gain, rstd, dz, dropout)
             statistics_grads = _through_coefficients(mean, variance, grads, dropout)
-        dx, dgain = kernels.backward(x, gain, rstd, alpha, mean, statistics_grads, dz, dropout)
-        return dx, None if gain is None else dgain.to(gain.dtype), None, None
+        dx, dgain = kernels.backward(
+            x, gain, rstd, alpha, mean, statistics_grads, dz, total_grad, dropout
+        )
+        dgain = None if gain is None else dgain.to(gain.dtype)
+        return dx, dx if ctx.adds else None, dgain, None, None
 
 
-def _over_shards(
-    mean: Tensor, variance: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
+def _forward(
+    kernels: TorchKernels, x: Tensor, residual: Tensor | None, gain: Tensor | None,
+    eps: float | None, dropout: Dropout | None,
+) -> Found:  # fmt: skip
+    """Forward in one step where the kernels can, and otherwise by way of the statistics."""
+    # Backward needs mean and variance only where the coefficients pass gradients.
+    keep = dropout is not None and not (dropout.detach_alpha and dropout.detach_beta)
+    found = kernels.fused(x, residual, gain, eps, dropout, keep)
+    if found is not None:
+        return found
+    total, rstd, mean, variance = kernels.statistics(x, residual, gain, eps, dropout is not None)
+    alpha = beta = None
+    if dropout is not None:
+        assert mean is not None and variance is not None
+        mean, variance = _over_shards(mean, variance, dropout)
+        alpha, beta = row_coefficients(dropout.variant, mean, variance, dropout.exact_rate)
+    z = kernels.forward(total, gain, rstd, alpha, beta, dropout)
+    return Found(z, total, rstd, alpha, mean if keep else None, variance if keep else None)
+
+
+def _over_shards(mean: Tensor, variance: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
     """Statistics of the full feature from equal shards: two numbers a token cross the network."""
-    ranks = dist.get_world_size(group) if group is not None else 1
-    if ranks == 1:
+    if dropout.ranks == 1:
         return mean, variance
-    gathered = [torch.empty_like(torch.stack((mean, variance))) for _ in range(ranks)]
-    dist.all_gather(gathered, torch.stack((mean, variance)), group=group)
+    gathered = [torch.empty_like(torch.stack((mean, variance))) for _ in range(dropout.ranks)]
+    dist.all_gather(gathered, torch.stack((mean, variance)), group=dropout.group)
     means, variances = torch.stack(gathered, dim=1)
     full = means.mean(0)
     return full, (variances + (means - full).square()).mean(0)
@@ -190,12 +236,11 @@ def _through_coefficients(
     mean: Tensor, variance: Tensor, grads: tuple[Tensor, Tensor], dropout: Dropout
 ) -> tuple[Tensor, Tensor]:
     """d loss / d (mean, variance) from d loss / d (alpha, beta), by autograd on [s, b] numbers."""
-    ranks = dist.get_world_size(dropout.group) if dropout.group is not None else 1
-    if ranks > 1:
+    if dropout.ranks > 1:
         both = torch.stack(grads)
         dist.all_reduce(both, group=dropout.group)
         # A shard's kernel divides by its own width; the statistics cover all of them.
-        grads = (both[0] / ranks, both[1] / ranks)
+        grads = (both[0] / dropout.ranks, both[1] / dropout.ranks)
     with torch.enable_grad():
         mean, variance = mean.detach().requires_grad_(), variance.detach().requires_grad_()
         alpha, beta = row_coefficients(dropout.variant, mean, variance, dropout.exact_rate)
@@ -210,154 +255,26 @@ def _through_coefficients(
     return tuple(torch.zeros_like(mean) if g is None else g for g in found)  # type: ignore[return-value]
 
 
-# ---- arithmetic ----------------------------------------------------------------------------------
+# ---- which kernels -------------------------------------------------------------------------------
 
 
-def _kernels_for(x: Tensor) -> _TorchKernels:
-    """Compiled kernels on the CPU where they exist, PyTorch operations otherwise."""
+def _kernels_for(x: Tensor) -> TorchKernels:
+    """Compiled kernels where they exist, PyTorch operations otherwise."""
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
         library = native.load_library()
         if library is not None:
-            return _NativeKernels(library)
-    return _TorchKernels()
+            return NativeKernels(library)
+    if x.device.type == "cuda" and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        triton_kernels = _triton_kernels()
+        if triton_kernels is not None:
+            return triton_kernels
+    return TorchKernels()
 
 
-class _TorchKernels:
-    """Forward and backward as PyTorch operations, on any device."""
+@functools.cache
+def _triton_kernels() -> TorchKernels | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from megatron_lengen.ops.rmsnorm_triton import TritonKernels
 
-    def statistics(
-        self, x: Tensor, gain: Tensor | None, eps: float | None, moments: bool
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """1 / rms of x, and mean and variance of x_hat: [s, b] each, or None."""
-        rstd = None
-        if eps is not None:
-            rstd = torch.rsqrt(_wide(x).square().mean(-1) + eps)
-        if not moments:
-            return rstd, None, None
-        return rstd, *row_moments(self._hat(x, gain, rstd)[0])
-
-    def forward(self, x, gain, rstd, alpha, beta, dropout: Dropout | None) -> Tensor:
-        """z (or x_hat) in x's dtype."""
-        hat = self._hat(x, gain, rstd)[0]
-        if dropout is not None:
-            hat = alpha[..., None] * (self._keep(x, dropout) * hat) + beta[..., None]
-        return hat.to(x.dtype)
-
-    def coefficient_grads(self, x, gain, rstd, dz, dropout: Dropout) -> tuple[Tensor, Tensor]:
-        """d loss / d alpha and d loss / d beta, [s, b] each."""
-        hat = self._hat(x, gain, rstd)[0]
-        return (_wide(dz) * self._keep(x, dropout) * hat).sum(-1), _wide(dz).sum(-1)
-
-    def backward(
-        self, x, gain, rstd, alpha, mean, statistics_grads, dz, dropout: Dropout | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """dx in x's dtype and the gain's gradient in fp32."""
-        hat, unit = self._hat(x, gain, rstd)
-        grad = _wide(dz)
-        if dropout is not None:
-            grad = alpha[..., None] * (self._keep(x, dropout) * grad)
-        if statistics_grads is not None:
-            mean_grad, variance_grad = (g[..., None] / x.shape[-1] for g in statistics_grads)
-            grad = grad + mean_grad + 2 * variance_grad * (hat - mean[..., None])
-        dgain = None if gain is None else (grad * unit).flatten(0, -2).sum(0)
-        if rstd is None:
-            return grad.to(x.dtype), dgain
-        grad = grad * _wide(gain)
-        dot = (grad * unit).mean(-1, keepdim=True)
-        return (rstd[..., None] * (grad - unit * dot)).to(x.dtype), dgain
-
-    @staticmethod
-    def _hat(x: Tensor, gain: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
-        unit = _wide(x)
-        if rstd is not None:
-            unit = _wide((unit * rstd[..., None]).to(x.dtype))
-        return (unit if gain is None else _wide((unit * _wide(gain)).to(x.dtype))), unit
-
-    @staticmethod
-    def _keep(x: Tensor, dropout: Dropout) -> Tensor:
-        return keep_mask(dropout.coordinates, x.shape[-1], dropout.rate).to(x.device)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """fp32, or fp64 where the input is."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-class _NativeKernels(_TorchKernels):
-    """The same through native.cpp, one row in cache at a time."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-
-    def statistics(self, x, gain, eps, moments):
-        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if eps is not None else None
-        mean, variance = (
-            x.new_empty(x.shape[:-1], dtype=torch.float32) if moments else None for _ in range(2)
-        )
-        if rstd is not None or moments:
-            self._run(
-                "statistics", x, None, gain=gain, eps=eps, rstd=rstd, mean=mean, variance=variance
-            )
-        return rstd, mean, variance
-
-    def forward(self, x, gain, rstd, alpha, beta, dropout):
-        out = torch.empty_like(x)
-        self._run("forward", x, dropout, gain=gain, rstd=rstd, alpha=alpha, beta=beta, out=out)
-        return out
-
-    def coefficient_grads(self, x, gain, rstd, dz, dropout):
-        alpha_grad, beta_grad = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in "ab")
-        self._run(
-            "coefficient_grads", x, dropout, gain=gain, rstd=rstd, dz=dz,
-            alpha_grad=alpha_grad, beta_grad=beta_grad,
-        )  # fmt: skip
-        return alpha_grad, beta_grad
-
-    def backward(self, x, gain, rstd, alpha, mean, statistics_grads, dz, dropout):
-        dx = torch.empty_like(x)
-        partial = None
-        if gain is not None:
-            partial = x.new_empty((_GAIN_BLOCKS, x.shape[-1]), dtype=torch.float32)
-        mean_grad, variance_grad = statistics_grads or (None, None)
-        self._run(
-            "backward", x, dropout, gain=gain, rstd=rstd, alpha=alpha, mean=mean,
-            mean_grad=mean_grad, variance_grad=variance_grad, dz=dz, out=dx, gain_grad=partial,
-        )  # fmt: skip
-        return dx, None if partial is None else partial.sum(0)
-
-    def _run(
-        self,
-        name: str,
-        x: Tensor,
-        dropout: Dropout | None,
-        gain: Tensor | None = None,
-        eps: float | None = None,
-        **tensors: Tensor | None,
-    ) -> None:
-        """Call one kernel; tensors are contiguous and stay alive until it returns."""
-        batch = x.shape[1] if x.dim() == 3 else 1
-        call = native.Call(
-            rows=x.numel() // x.shape[-1] if x.numel() else 0,
-            d=x.shape[-1],
-            batch=batch,
-            blocks=_GAIN_BLOCKS,
-            normalize=eps is not None or tensors.get("rstd") is not None,
-            threads=torch.get_num_threads(),
-            eps=eps or 0.0,
-            x=x.data_ptr(),
-        )
-        alive = [t.contiguous() for t in tensors.values() if t is not None]
-        names = [name for name, t in tensors.items() if t is not None]
-        if gain is not None:
-            names.append("gain")
-            alive.append(gain.detach().float().contiguous())
-        if dropout is not None:
-            where = dropout.coordinates
-            names += ["positions", "samples"]
-            alive += [where.positions.long().contiguous(), where.samples.long().contiguous()]
-            call.key, call.stream = where.seed & (2**64 - 1), where.stream
-            call.first_channel, call.threshold = where.first_channel, dropout.threshold
-        for field, tensor in zip(names, alive, strict=True):
-            setattr(call, field, tensor.data_ptr())
-        suffix = "f32" if x.dtype == torch.float32 else "bf16"
-        getattr(self._library, f"lengen_{name}_{suffix}")(ctypes.byref(call))
+    return TritonKernels()

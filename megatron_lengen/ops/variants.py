@@ -8,6 +8,24 @@ returning the coefficients alpha and beta of every row. Registering one makes it
     def mean_only(mean, variance, rate):
         return 1.0, mean * rate
 
+On GPUs a variant's statistics, coefficients and output then take two kernels with PyTorch between
+them. A twin in Triton makes it one kernel: a @triton.jit function of the same numbers, for a tile's
+rows, which must return the same. It is asked for when first needed, so that a machine without
+Triton can run the file:
+
+    def twin():
+        import triton
+
+        @triton.jit
+        def mean_only(mean, variance, rate):
+            return 1.0, mean * rate
+
+        return mean_only
+
+    @register_variant("mean_only", triton=twin)
+    def mean_only(mean, variance, rate):
+        return 1.0, mean * rate
+
 `--dropout-variant-file FILE` runs such a file. Placement is part of a variant: "after_norm"
 variants act between the normalization (its gain included) and the linear projection;
 "before_residual" ones on the sublayer's output.
@@ -15,11 +33,12 @@ variants act between the normalization (its gain included) and the linear projec
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,19 +53,26 @@ class Variant(NamedTuple):
     name: str
     coefficients: Coefficients
     placement: Placement
+    triton: Callable[[], Any] | None = None
 
 
 _REGISTRY: dict[str, Variant] = {}
 
 
 def register_variant(
-    *names: str, placement: Placement = "after_norm"
+    *names: str,
+    placement: Placement = "after_norm",
+    triton: Callable[[], Any] | None = None,
 ) -> Callable[[Coefficients], Coefficients]:
     """Register a coefficient function under one or more names.
 
     Args:
         names: the first is the variant's name, the others are aliases.
         placement: where the variant acts.
+        triton: returns the function's twin, a @triton.jit function that gets mean and variance as
+            fp32 [rows] and the exact rate, and returns alpha and beta, each [rows] or one number.
+            Without one the variant runs on GPUs too, in two kernels instead of one. It serves
+            forward alone; derivatives are always the function's.
 
     The function gets mean and variance as fp32 [s, b] (the statistics of the tensor that is
     masked) and the exact rate, and returns alpha and beta, each [s, b] or one number for all rows.
@@ -61,7 +87,8 @@ def register_variant(
         for name in names:
             if name in _REGISTRY or name == "none":
                 raise ValueError(f"dropout variant {name!r} is registered already")
-        _REGISTRY.update(dict.fromkeys(names, Variant(names[0], function, placement)))
+        twin = None if triton is None else functools.cache(triton)
+        _REGISTRY.update(dict.fromkeys(names, Variant(names[0], function, placement, twin)))
         return function
 
     return register
@@ -128,13 +155,24 @@ def _inverted(mean: Tensor, variance: Tensor, rate: float) -> tuple[Tensor, Tens
     return torch.full_like(mean, 1.0 / (1.0 - rate)), torch.zeros_like(mean)
 
 
+def _twin(name: str) -> Callable[[], Any]:
+    def load() -> Any:
+        from megatron_lengen.ops import variants_triton
+
+        return getattr(variants_triton, name)
+
+    return load
+
+
 # Sec. 4.3, placed as in Eq. 7.
-pre_linear = register_variant("pre_linear")(_inverted)
+pre_linear = register_variant("pre_linear", triton=_twin("inverted"))(_inverted)
 # Eq. 6: the common placement, on the sublayer's output.
-pre_norm = register_variant("pre_norm", "residual", placement="before_residual")(_inverted)
+pre_norm = register_variant(
+    "pre_norm", "residual", placement="before_residual", triton=_twin("inverted")
+)(_inverted)
 
 
-@register_variant("vpad")
+@register_variant("vpad", triton=_twin("vpad"))
 def vpad(mean: Tensor, variance: Tensor, rate: float) -> tuple[Tensor, Tensor]:
     """Variance-Preserving Affine Dropout (Eq. 12): keeps mean and variance of the row.
 

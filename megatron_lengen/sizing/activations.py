@@ -135,10 +135,10 @@ def _norms(config: LengenConfig, z: Sizes) -> int:
 
 
 def _mlp(config: LengenConfig, z: Sizes) -> int:
-    """fc1's output and fc2's input; without the fused activation also both factors of the gate."""
+    """fc1's output and fc2's input; a gate that is not fused also keeps both of its factors."""
     widths = 2
     if config.gated_linear_unit:
-        widths = 3 if config.bias_activation_fusion else 5
+        widths = 5 if config.add_bias_linear else 3
     return widths * z.t * z.f * z.e
 
 
@@ -165,7 +165,10 @@ def _attention(config: LengenConfig, z: Sizes, layer: int, device: str) -> _Atte
     output = z.t * z.q * z.e
     queries = output if kind.rope or grouped else 0
     keys_values = z.e * z.t * (z.q + 2 * z.k + (z.k if kind.rope else 0))
-    angles = 4 * z.s * _rotary_width(config) * z.e if kind.rope else 0
+    angles = 0
+    if kind.rope:  # cosine and sine, for queries and for keys; fused: of half of the channels
+        fused = config.position_embedding_type == "rope"
+        angles = z.s * _rotary_width(config) * (8 if fused else 4 * z.e)
     given = queries + keys_values + angles
     heads = z.q // (config.kv_channels or 1)
     sums = 4 * z.t * heads

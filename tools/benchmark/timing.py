@@ -21,8 +21,7 @@ from megatron_lengen.ops.products import product
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ("cpu", "cuda")
-FLUSHED = 1 << 28  # bytes; more than the second-level cache of any GPU there is
-AHEAD = 3_000_000  # clocks that the device waits, in which the host puts a form's work in its queue
+WAIT_OF_A_CALL = 3_000_000  # clocks of a GPU: more than it takes Python to start a few kernels
 MATRIX = {"cpu": 1024, "cuda": 8192}  # rows and columns that bring a device to its rate
 COPIED = {"cpu": 1 << 28, "cuda": 1 << 31}  # bytes, far more than a cache holds
 PLACES = ("--json", "--output", "--folder")  # where files go, which changes no result
@@ -43,7 +42,9 @@ def check_device(device: str) -> None:
 
 def times(forms: Sequence[Form], repeat: int, device: str = "cpu") -> list[float]:
     """Seconds of each form: the shortest of rounds on a CPU, the median of rounds on CUDA."""
-    return device_medians(forms, repeat) if device == "cuda" else shortest(forms, repeat)
+    if device == "cuda":
+        return median([[form] for form in forms], repeat)
+    return shortest(forms, repeat)
 
 
 def shortest(forms: Sequence[Form], repeat: int) -> list[float]:
@@ -59,28 +60,28 @@ def shortest(forms: Sequence[Form], repeat: int) -> list[float]:
     return best
 
 
-def device_medians(forms: Sequence[Form], repeat: int, warmup: int = 2) -> list[float]:
-    """Seconds of each between two events of the CUDA device, the median of rounds in turn.
+def median(forms: Sequence[Sequence[Form]], repeat: int) -> list[float]:
+    """Seconds of a call of each form on a GPU, the median of rounds in turn.
 
-    Before each run the device waits and its caches are overwritten; meanwhile the host runs ahead,
-    so that the device's own time counts.
+    A form is a few calls that differ in their inputs, timed together by CUDA events. The GPU is
+    kept waiting until all of them are in its queue, so that only its own time counts.
     """
-    for form in forms:  # compile, build, touch the memory
-        for _ in range(warmup):
-            form()
-    flushed = torch.empty(FLUSHED, dtype=torch.int8, device="cuda")
+    for calls in forms:  # compile, build, touch the memory
+        for call in (*calls, calls[0]):
+            call()
     found: list[list[float]] = [[] for _ in forms]
     for _ in range(repeat):
-        for taken, form in zip(found, forms, strict=True):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD)
-            flushed.zero_()
-            first.record()
-            form()
-            last.record()
+        for seconds, calls in zip(found, forms, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
-            taken.append(first.elapsed_time(last) / 1e3)
-    return [statistics.median(taken) for taken in found]
+            torch.cuda._sleep(WAIT_OF_A_CALL * len(calls))
+            begin.record()
+            for call in calls:
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return [statistics.median(seconds) for seconds in found]
 
 
 # ---- limits of a device --------------------------------------------------------------------------

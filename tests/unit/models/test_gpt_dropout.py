@@ -115,15 +115,17 @@ def masks(monkeypatch) -> dict[tuple, list[Tensor]]:
 
         @functools.wraps(original)
         def recording(*args):
-            z = original(*args)
+            returned = original(*args)
+            z = returned[0] if isinstance(returned, tuple) else returned
             if args[at] is not None:
                 where = args[at].coordinates
                 found.setdefault((where.layer, where.site), []).append(z.detach() != 0)
-            return z
+            return returned
 
         monkeypatch.setattr(module, name, recording)
 
     watch(norm_layer, "rms_norm_dropout", 3)
+    watch(norm_layer, "add_rms_norm_dropout", 4)
     watch(dropout_layer, "affine_dropout", 1)
     watch(projection_layer, "affine_dropout", 1)
     return found
@@ -271,3 +273,39 @@ def test_no_module_but_the_sites_holds_state():
         model: nn.Module = build(dropout_rate=0.3, **placement)
         found = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
         assert found == names
+
+
+RECOMPUTED = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recomputation", [{}, RECOMPUTED], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("variant", ["none", "vpad", "pre_norm"])
+def test_norms_made_with_the_sums_that_they_read(monkeypatch, variant, recomputation):
+    taken: list[bool] = []
+    take = norm_layer.NormWithSite.take_ready
+
+    def take_and_note(norm: nn.Module, x: Tensor) -> Tensor | None:
+        ready = take(norm, x)
+        taken.append(ready is not None)
+        return ready
+
+    monkeypatch.setattr(norm_layer.NormWithSite, "take_ready", take_and_note)
+    found = []
+    for fused in (True, False):
+        rate = 0.0 if variant == "none" else 0.3
+        model = build(dropout_variant=variant, dropout_rate=rate, **recomputation).train()
+        for layer in model.decoder.layers:
+            assert layer.self_attn_bda.sums is not None
+            if not fused:
+                layer.self_attn_bda.sums = None
+        set_samples([0, 1])
+        taken.clear()
+        loss = losses(model)
+        loss.sum().backward()
+        # Of a layer's two norms the second is made with its sum.
+        assert any(taken) is fused and not all(taken)
+        found.append((loss, [p.grad for p in model.parameters()]))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])

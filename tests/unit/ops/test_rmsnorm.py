@@ -21,6 +21,7 @@ from megatron_lengen.ops import variants
 from megatron_lengen.ops.mask import MaskCoordinates, mask_values
 from megatron_lengen.ops.rmsnorm import (
     Dropout,
+    add_rms_norm_dropout,
     affine_dropout,
     norm_dropout,
     rms_norm,
@@ -316,3 +317,46 @@ def test_an_empty_batch_is_empty(path):
     z = rms_norm_dropout(x, torch.ones(8), EPS, dropout_at("vpad", 0, 2))
     z.sum().backward()
     assert z.shape == x.grad.shape == (0, 2, 8)
+
+
+# ---- the residual addition -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alpha_fixed, beta_fixed", DETACH)
+@pytest.mark.parametrize("variant", [None, "pre_linear", "vpad"])
+def test_the_residual_added_first_equals_two_steps(path, variant, alpha_fixed, beta_fixed, dtype):
+    x, gain, dz = tensors(3, 4, 75, dtype)
+    residual = tensors(4, 3, 75, dtype)[0].detach().transpose(0, 1).requires_grad_()
+    dropout = dropout_at(variant, 3, 4, alpha_fixed, beta_fixed) if variant else None
+    z, total = add_rms_norm_dropout(x, residual, gain, EPS, dropout)
+    torch.autograd.backward((z, total), (dz, dz.flip(0)))
+    assert torch.equal(total, residual + x)
+    expected_z, dx, dgain = reference(total.detach(), gain, dz, variant, alpha_fixed, beta_fixed)
+    assert_near(z, expected_z, dtype)
+    assert_near(x.grad, dx + dz.flip(0).double(), dtype)
+    assert torch.equal(x.grad, residual.grad)
+    assert_near(gain.grad, dgain, dtype)
+    assert torch.equal(z, rms_norm_dropout(total, gain, EPS, dropout))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_residual_addition_with_one_output_used(path, which):
+    x, gain, dz = tensors(2, 2, 40, torch.float32)
+    residual = torch.randn(2, 2, 40, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    outputs = add_rms_norm_dropout(x, residual, gain, EPS, dropout_at("vpad", 2, 2))
+    outputs[which].backward(dz)
+    expected = dz.double()
+    if which == 0:
+        expected = reference((residual + x).detach(), gain, dz, "vpad", True, True)[1]
+    assert_near(x.grad, expected, torch.float32)
+    assert torch.equal(x.grad, residual.grad)
+    assert (gain.grad is None) is (which == 1)
+
+
+def test_a_residual_of_another_dtype_or_shape_is_refused():
+    x, gain = torch.ones(2, 1, 8), torch.ones(8)
+    with pytest.raises(ValueError, match=r"x and residual must be alike, found \[2, 1, 8\]"):
+        add_rms_norm_dropout(x, torch.ones(2, 2, 8), gain, EPS)
+    with pytest.raises(ValueError, match="bfloat16"):
+        add_rms_norm_dropout(x.bfloat16(), x, gain, EPS)

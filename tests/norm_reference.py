@@ -43,9 +43,15 @@ def formula(variant: str, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tenso
 
 
 def reference(
-    x: Tensor, gain: Tensor | None, dz: Tensor, variant: str, alpha_fixed: bool, beta_fixed: bool
+    x: Tensor,
+    gain: Tensor | None,
+    dz: Tensor,
+    variant: str | None,
+    alpha_fixed: bool,
+    beta_fixed: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """z, dx and dgain in float64, by autograd over the formulas."""
+    """z, dx and dgain in float64, by autograd over the formulas; no dropout for no variant."""
     x = x.detach().double().requires_grad_()
     hat, leaves = x, [x]
     if gain is not None:
@@ -54,10 +60,13 @@ def reference(
         hat = gain * x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS).sqrt()
     mean = hat.sum(-1, keepdim=True) / x.shape[-1]
     variance = ((hat - mean) ** 2).sum(-1, keepdim=True) / x.shape[-1]
-    alpha, beta = formula(variant, mean, variance)
-    alpha = alpha.detach() if alpha_fixed else alpha
-    beta = beta.detach() if beta_fixed else beta
-    z = alpha * mask_at(*x.shape) * hat + beta
+    z = hat
+    if variant is not None:
+        alpha, beta = formula(variant, mean, variance)
+        alpha = alpha.detach() if alpha_fixed else alpha
+        beta = beta.detach() if beta_fixed else beta
+        mask = mask_at(*x.shape) if mask is None else mask
+        z = alpha * mask.to(x.device) * hat + beta
     return z.detach(), *torch.autograd.grad(z, leaves, dz.double())
 
 

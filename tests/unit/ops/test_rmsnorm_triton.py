@@ -1,0 +1,128 @@
+"""The Triton kernels of the norm against float64, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from megatron_lengen.ops.rmsnorm_triton import BACKWARD, FORWARD, Tile, programs_for
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "norm_kernels_worker.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(found: dict, *prefixes: str, count: int) -> None:
+    """Errors of `count` cases are those of roundings; what was asked is true."""
+    names = [name for name in found if name.startswith(prefixes)]
+    assert len(names) == count
+    for name in names:
+        value = found[name]
+        if isinstance(value, bool):
+            assert value, name
+        else:
+            # The interpreter cuts bf16 off instead of rounding it.
+            tolerance = 2e-2 if "bfloat16" in name else 2e-3 if "float16" in name else 2e-6
+            assert value <= tolerance, name
+
+
+def test_every_variant_and_derivative(found):
+    check(found, "norm pre", "norm vpad", "norm uneven", "affine", count=2 * (2 * 4 + 3 * 2))
+
+
+def test_every_dtype(found):
+    check(found, "norm torch", count=3 * 4)
+
+
+def test_the_residual_addition(found):
+    check(found, "residual torch", count=3 * 4)
+    check(found, "residual, output", count=2)
+
+
+def test_widths_and_rows(found):
+    check(found, "width", "one row", "no rows", "plain norm", count=4 + 3)
+
+
+def test_strides(found):
+    check(found, "strides", count=8)
+
+
+def test_rows_of_a_constant_are_their_mean(found):
+    check(found, "constant", count=6 + 3)
+
+
+def test_vpad_of_rows_of_any_size(found):
+    check(found, "scale", count=5)
+
+
+def test_rows_wider_than_a_tile_and_programs_with_several(found):
+    check(found, "several tiles", "wide", count=1 + 1 + 3 + 3)
+
+
+def test_masks_are_bit_by_bit_those_of_plain_python(found):
+    check(found, "mask", count=4 + 1)
+
+
+def test_a_variant_with_a_twin_takes_one_kernel(found):
+    for name in ("None", "pre_linear", "pre_norm", "vpad", "uneven with twin"):
+        assert found[f"kernels {name}"] == ["forward"]
+    assert found["kernels vpad, derivatives"] == ["forward"]
+    assert found["kernels uneven"] == ["forward", "apply"]
+
+
+@pytest.mark.parametrize("shape", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("d", [1, 8, 9, 64, 576, 2048, 4096, 5120, 16384, 65536])
+def test_tiles_fill_warps_and_hold_what_they_must(shape, d):
+    tile = shape.tile(d)
+    assert tile.features >= min(d, shape.features) and tile.features >= 8
+    assert tile.rows == 1 or tile.features >= d
+    assert tile.rows * tile.features >= 32 * tile.warps * min(shape.elements, 16)
+    assert tile.rows * tile.features <= 32 * 16 * 32
+
+
+def test_programs_are_as_many_as_the_processors_hold_or_there_are_tiles():
+    assert programs_for(5, Tile(2, 2048, 8), 132) == 3
+    assert programs_for(10**6, Tile(1, 2048, 4), 132) == 132 * 4
+    assert programs_for(10**6, Tile(1, 8192, 16), 132) == 132
+
+
+@pytest.mark.parametrize("capability, features, dtype", [(90, 2048, "bfloat16")])
+def test_they_compile_for_gpus(tmp_path, capability, features, dtype):
+    """No register is spilled, memory is read and written 16 bytes at a time."""
+    worker = HERE / "norm_compile_worker.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(worker), str(capability), str(features), dtype],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert set(kernels) == {"forward", "backward", "sum_partials"}
+    spilled = re.findall(r"(\d+) bytes spill", done.stdout)
+    assert len(spilled) >= len(kernels) and set(spilled) == {"0"}
+    # Elements of a thread by 8: x, the residual and the gain; the sum and z.
+    reads = FORWARD.elements // 8
+    assert kernels["forward"]["wide reads"] == 3 * reads
+    assert kernels["forward"]["wide writes"] == 2 * reads
+    # Two rounds of Philox need one product, eight need two: each is one instruction.
+    for name, calls in (("forward", FORWARD.elements // 8), ("backward", BACKWARD.elements // 8)):
+        assert kernels[name]["wide products"] >= 18 * calls
