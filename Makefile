@@ -18,7 +18,7 @@ checks: ## style and types (pip install -r requirements/dev.txt)
 	$(PYTHON) -m ruff format --check $(CHECKED)
 	$(PYTHON) -m mypy megatron_lengen tools/generate.py $(ENTRIES)
 	set -e; for tools in $(TOOLS); do $(PYTHON) -m mypy tools/$$tools; done
-	shellcheck -x -P SCRIPTDIR examples/common/*.sh tests/run.sh
+	shellcheck -x -P SCRIPTDIR examples/common/*.sh tests/run.sh tools/benchmark/*.sh
 
 format: ## apply the style
 	$(PYTHON) -m ruff check --fix $(CHECKED)

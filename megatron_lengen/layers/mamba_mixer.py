@@ -70,7 +70,8 @@ class Carried(NamedTuple):
 class Mamba2Mixer(MegatronModule):
     """[s, b, h] -> [s, b, h]; a part of s on each rank under sequence parallelism.
 
-    `site` masks the input projection's input (`--dropout-apply-to i`); None without.
+    `site` masks the input projection's input (`--dropout-apply-to i`); None without. `name` is what
+    Megatron-Core calls the module from 0.19 on; nothing here goes by it.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Mamba2Mixer(MegatronModule):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
         pp_layer_offset: int = 0,
+        name: str | None = None,
     ) -> None:
         super().__init__(config)
         self.layer_number = layer_number

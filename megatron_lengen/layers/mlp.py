@@ -5,14 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_lengen.ops.swiglu import swiglu
 
 
 class FeedForward(MLP):
-    """Megatron's MLP; a SwiGLU without bias goes through `ops.swiglu`."""
+    """Megatron's MLP; a SwiGLU without bias goes through `ops.swiglu`.
+
+    Layers of Megatron-Core 0.19 and later pass their process groups and what they are for.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        **others: Any,
+    ) -> None:
+        if pg_collection is not None:
+            others["tp_group"] = pg_collection.tp
+        super().__init__(config, submodules, **others)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any

@@ -46,11 +46,14 @@ class DropoutRMSNorm(NormWithSite, nn.Module):
     """RMSNorm whose output passes through affine dropout while training (Eq. 7, Eq. 12).
 
     Evaluation sees the plain norm. `layers.te_norm` is the same over Transformer Engine's norm.
+    `eps` is the configuration's unless given: Mamba's layer names none before Megatron-Core 0.19.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float | None = None
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = config.layernorm_epsilon if eps is None else eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Under SP every rank sees other tokens: Megatron sums such gradients over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -35,10 +35,12 @@ def te_dropout_norm() -> Any:
         get_extra_state = nn.Module.get_extra_state
         set_extra_state = nn.Module.set_extra_state
 
-        def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        def __init__(
+            self, config: TransformerConfig, hidden_size: int, eps: float | None = None
+        ) -> None:
             super().__init__(
                 hidden_size,
-                eps=eps,
+                eps=config.layernorm_epsilon if eps is None else eps,
                 sequence_parallel=config.sequence_parallel,
                 zero_centered_gamma=False,  # gains are stored as they multiply
                 **_get_extra_te_kwargs(config),

@@ -66,7 +66,7 @@ def mamba_layer_spec(config: LengenConfig) -> ModuleSpec:
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
-            norm=IdentityOp if norm_in_linear else _norm_with_epsilon(config),
+            norm=IdentityOp if norm_in_linear else norm_of(config),
             mixer=ModuleSpec(
                 module=Mamba2Mixer, submodules=MixerSubmodules(in_proj=columns, out_proj=rows)
             ),
@@ -74,11 +74,6 @@ def mamba_layer_spec(config: LengenConfig) -> ModuleSpec:
             sharded_state_dict_keys_map={} if norm_in_linear else dict(KEYS_OF_FUSED_LAYERS),
         ),
     )
-
-
-def _norm_with_epsilon(config: LengenConfig) -> ModuleSpec:
-    """Megatron-Core's block builds its norm without an epsilon."""
-    return ModuleSpec(module=norm_of(config), params={"eps": config.layernorm_epsilon})
 
 
 def mamba_stack_spec(config: LengenConfig, vp_stage: int | None = None) -> ModuleSpec:
@@ -91,9 +86,14 @@ def mamba_stack_spec(config: LengenConfig, vp_stage: int | None = None) -> Modul
 class Mamba2Model(WeightedLosses, MambaModel):
     """Megatron-Core's MambaModel with this package's losses, told which virtual stage it is."""
 
+    def __init__(self, mamba_stack_spec: ModuleSpec, **common: Any) -> None:
+        # Megatron-Core's own argument for it is younger than 0.16; its initializer needs it.
+        self._stage = mamba_stack_spec.params["vp_stage"]
+        super().__init__(mamba_stack_spec=mamba_stack_spec, **common)
+
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks and ties the embedding tables of the first and last stage."""
-        self.vp_stage = self.mamba_stack_spec.params["vp_stage"]
+        self.vp_stage = self._stage
         super().setup_embeddings_and_output_layer()
 
 

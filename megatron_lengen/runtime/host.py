@@ -97,6 +97,8 @@ def adapt_to_host() -> None:
 def _answer_torch_cuda() -> None:
     answers: dict[str, Callable[..., Any]] = {
         "current_device": lambda: _CPU,
+        # From 0.19 on gradients wait for CUDA graphs' events on it, of which there are none.
+        "current_stream": lambda *args, **kwargs: torch.cpu.current_stream(),
         "synchronize": lambda *args, **kwargs: None,
         "empty_cache": lambda: None,
         "manual_seed": torch.manual_seed,

@@ -2,6 +2,7 @@
 
 Makes a random Llama and converts it in fresh processes. A copy ends, as a conversion does, when
 its bytes are on the disk; before both, the source is read once, so that it is in the page cache.
+Beside them transformers reads the same model from its own files and writes it again.
 
 Example:
     python tools/benchmark/convert.py --folder /scratch/convert --json convert.json
@@ -23,7 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lengen.compat import versions
+from timing import write_report
+
 from megatron_lengen.errors import Parser, require, run_main
 
 TOOL = Path(__file__).resolve().parents[1] / "checkpoint" / "convert.py"
@@ -39,6 +41,14 @@ code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
 seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
 print(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss)
 sys.exit(code)
+"""
+# What transformers does with a folder of its own.
+RESAVE = """
+import sys
+from transformers import AutoModelForCausalLM, logging
+logging.disable_progress_bar()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="bfloat16")
+model.save_pretrained(sys.argv[2])
 """
 FORMS = ("one file", "shards", ".bin")
 
@@ -176,13 +186,24 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
 
 def convert(way: str, source: Path, target: Path, *flags: str) -> tuple[float, float, int]:
     """Seconds of a fresh process, those of a CPU, and the most memory that it had, in bytes."""
+    return watched(source, target, TOOL, way, "--load", source, "--save", target, *flags)
+
+
+def resave(source: Path, target: Path) -> tuple[float, float, int]:
+    """The same of transformers, from its files to its files."""
+    return watched(source, target, "-c", RESAVE, source, target)
+
+
+def watched(source: Path, target: Path, *arguments: str | Path) -> tuple[float, float, int]:
+    """The same of Python with these arguments; the target is not there before."""
     shutil.rmtree(target, ignore_errors=True)
     warm(source)
-    command = [sys.executable, TOOL, way, "--load", source, "--save", target, *flags]
     done = subprocess.run(
-        [sys.executable, "-c", WATCH, *map(str, command)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WATCH, sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    require(done.returncode == 0, f"convert.py {way}: exit code {done.returncode}")
+    require(done.returncode == 0, f"{arguments[0]} {arguments[1]}: exit code {done.returncode}")
     seconds, cpu, kilobytes = done.stdout.split()[-3:]
     return float(seconds), float(cpu), int(kilobytes) * 1024
 
@@ -226,6 +247,13 @@ def measure(args: argparse.Namespace, place: Path) -> Iterator[dict[str, Any]]:
             "cpu_seconds_once_started": cpu - start_cpu,
             "peak_bytes": max(memory for *_, memory in runs),
         }
+        if form == FORMS[0]:
+            others = [resave(source, place / "resaved") for _ in range(args.repeat)]
+            shutil.rmtree(place / "resaved")
+            record |= {
+                "transformers_seconds": min(seconds for seconds, *_ in others),
+                "transformers_peak_bytes": max(memory for *_, memory in others),
+            }
         if args.verify and form in (None, FORMS[0]):
             verified = convert(way, source, target, *flags[1:])
             record |= {"verified_seconds": verified[0], "verified_peak_bytes": verified[2]}
@@ -246,6 +274,11 @@ def table(records: list[dict[str, Any]]) -> str:
             f"{row['cpu_seconds_once_started']:>7.2f} {row['copy_cpu_seconds']:>5.2f} "
             f"{row['peak_bytes'] / 1e6:>8.0f}"
         )
+        if "transformers_seconds" in row:
+            line += (
+                f"  transformers: {row['transformers_seconds']:.1f} s, "
+                f"{row['transformers_peak_bytes'] / 1e6:.0f} MB"
+            )
         if "verified_seconds" in row:
             line += (
                 f"  verified: {row['verified_seconds']:.1f} s, "
@@ -267,9 +300,7 @@ def main() -> int:
         records = list(measure(args, Path(place)))
     print("speed: that of a conversion, in parts of a copy's; started, and CPU: without the start")
     print(table(records))
-    if args.json:
-        report = {"settings": vars(args), "results": records, "versions": versions()}
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    write_report(args.json, vars(args), results=records)
     return 0
 
 

@@ -2,8 +2,9 @@
 
 The same sizes, weights, tokens, precision (fp32) and optimizer (PyTorch's fused AdamW) for both. A
 training step is forward, loss, backward and update; a prompt is read in evaluation, with the logits
-of its last token and the states from which generation goes on. The two run in turn, and the
-shortest of each one's times counts. Ratios are Hugging Face's time to ours.
+of its last token and the states from which generation goes on. They run in turn; the shortest of
+each one's times counts on a CPU, the median on CUDA. The limit is the time of the model's
+operations at the measured speed of a large product. Ratios are of the time to ours.
 
 Example:
     python tools/benchmark/mamba.py --preset tiny --json mamba.json
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
-from timing import shortest, write_report
+from timing import check_device, matmul_rate, times, write_report
 from torch import Tensor, nn
 
 from megatron_lengen.compat import is_installed
@@ -42,6 +43,7 @@ def build_parser() -> Parser:
     for name in _NAMES:
         flag = name.replace("_", "-")
         parser.add_argument(f"--{flag}", type=int, help="instead of the preset's")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="threads (default: 1)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--vpad", type=float, metavar="P", help="train ours with VPAD, too")
@@ -67,7 +69,7 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int]:
 class HuggingFace:
     """transformers' model."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: dict[str, int], device: str) -> None:
         from transformers import Mamba2Config, Mamba2ForCausalLM, logging
 
         logging.set_verbosity_error()  # it says for each of its kernels that there is none
@@ -83,7 +85,7 @@ class HuggingFace:
             n_groups=1,
             tie_word_embeddings=True,
         )
-        self.model: nn.Module = Mamba2ForCausalLM(config)
+        self.model: nn.Module = Mamba2ForCausalLM(config).to(device)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean over all tokens."""
@@ -98,7 +100,7 @@ class HuggingFace:
 class Ours:
     """This package's model with the same weights."""
 
-    def __init__(self, sizes: dict[str, int], theirs: nn.Module, vpad: float | None) -> None:
+    def __init__(self, sizes: dict[str, int], theirs: HuggingFace, vpad: float | None) -> None:
         from megatron.core import parallel_state
 
         from megatron_lengen.config import LengenConfig
@@ -123,6 +125,7 @@ class Ours:
         if not parallel_state.model_parallel_is_initialized():
             distributed.start(self.config)
         (self.model,) = build_chunks(self.config)
+        self.model.to(next(theirs.model.parameters()).device)
         names = {
             "embedding.word_embeddings.weight": "backbone.embeddings.weight",
             "decoder.final_norm.weight": "backbone.norm_f.weight",
@@ -130,7 +133,7 @@ class Ours:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 other = names.get(name, name.replace("decoder.", "backbone."))
-                parameter.copy_(theirs.get_parameter(other))
+                parameter.copy_(theirs.model.get_parameter(other))
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean over all tokens."""
@@ -150,7 +153,7 @@ class Ours:
 
     @staticmethod
     def _positions(tokens: Tensor) -> Tensor:
-        return torch.arange(tokens.shape[1]).expand_as(tokens)
+        return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 
 
 def training_step(side: Any, tokens: Tensor, labels: Tensor) -> Callable[[], float]:
@@ -163,7 +166,7 @@ def training_step(side: Any, tokens: Tensor, labels: Tensor) -> Callable[[], flo
         loss = side.loss(tokens, labels)
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -184,24 +187,37 @@ def measure(args: argparse.Namespace, sizes: dict[str, int]) -> list[dict[str, A
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(0)
     shape = (sizes["batch"], sizes["length"] + 1)
-    text = torch.randint(0, sizes["vocab"], shape, generator=generator)
+    text = torch.randint(0, sizes["vocab"], shape, generator=generator).to(args.device)
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    theirs = HuggingFace(sizes)
-    sides: dict[str, Any] = {"ours": Ours(sizes, theirs.model, None), "Hugging Face": theirs}
+    theirs = HuggingFace(sizes, args.device)
+    sides: dict[str, Any] = {"ours": Ours(sizes, theirs, None), "Hugging Face": theirs}
     if args.vpad:
-        sides["ours, VPAD"] = Ours(sizes, theirs.model, args.vpad)
+        sides["ours, VPAD"] = Ours(sizes, theirs, args.vpad)
     found = []
     # Reading first: while the weights are the same, so are the logits.
     prompts = {name: reading(side, tokens) for name, side in sides.items()}
     gap = (prompts["ours"]() - prompts["Hugging Face"]()).abs().max()
     require(float(gap) < 1e-3, f"the two models differ: logits by {float(gap):.1e}")
     steps = {name: training_step(side, tokens, labels) for name, side in sides.items()}
+    limits = limits_of(sides["ours"].config, args.device)
     for kind, forms in (("prompt", prompts), ("training", steps)):
-        times = dict(zip(forms, shortest(list(forms.values()), args.repeat), strict=True))
-        for name, seconds in times.items():
-            speed, ratio = tokens.numel() / seconds, seconds / times["ours"]
+        taken = dict(zip(forms, times(list(forms.values()), args.repeat, args.device), strict=True))
+        taken["limit"] = limits[kind] * tokens.numel()
+        for name, seconds in taken.items():
+            speed, ratio = tokens.numel() / seconds, seconds / taken["ours"]
             found.append({"work": kind, "model": name, "tokens_per_second": speed, "ratio": ratio})
     return found
+
+
+def limits_of(config: Any, device: str) -> dict[str, float]:
+    """Seconds of a token's operations by kind of work; a prompt's logits, but the last's, are not
+    computed."""
+    from megatron_lengen.training.metrics import flops_per_token
+
+    rate = matmul_rate(device, torch.float32)
+    training = flops_per_token(config)
+    head = 2 * config.hidden_size * config.padded_vocab_size
+    return {"prompt": (training / 3 - head) / rate, "training": training / rate}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -217,13 +233,14 @@ def main() -> int:
     """Measure, print, write."""
     args = build_parser().parse_args()
     sizes = sizes_of(args)
+    check_device(args.device)
     if not is_installed("transformers"):
         raise missing_package("transformers", "the comparison with Hugging Face")
     results = measure(args, sizes)
-    print(f"{', '.join(f'{k} {v}' for k, v in sizes.items())}; fp32, threads: {args.threads}")
+    described = ", ".join(f"{name} {value}" for name, value in sizes.items())
+    print(f"{described}; fp32, {args.device}, threads: {args.threads}")
     print(table(results))
-    settings = {**sizes, "threads": args.threads, "repeat": args.repeat}
-    write_report(args.json, settings, results=results)
+    write_report(args.json, {**vars(args), **sizes}, results=results)
     return 0
 
 

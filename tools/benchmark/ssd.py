@@ -1,10 +1,10 @@
 """Time of Mamba2's mixer, scan and convolution against Hugging Face, PyTorch and a limit.
 
-Every candidate runs once per round, in turn, and the shortest of its times counts: other work on
-the machine then hits all of them alike. The limit of mixer and scan is the time of their
-multiplications at the speed at which PyTorch multiplies large matrices here, that of the
-convolution the time in which PyTorch copies what it must read and write. Ratios are to ours, so 2.0
-means twice as slow as this package.
+Every candidate runs once per round, in turn: other work on the machine then hits all of them alike.
+The shortest of its times counts on a CPU, the median on CUDA. The limit of mixer and scan is the
+time of their multiplications at the speed at which PyTorch multiplies large matrices here, that of
+the convolution the time in which PyTorch copies what it must read and write. Ratios are to ours, so
+2.0 means twice as slow as this package.
 
 Example:
     python tools/benchmark/ssd.py --batch 4 --length 1024 --json ssd.json
@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
-from timing import shortest, write_report
+from timing import check_device, matmul_rate, times, write_report
 from torch import Tensor, nn
 
-from megatron_lengen.compat import is_installed
+from megatron_lengen.compat import is_installed, optional_module
 from megatron_lengen.errors import Parser, missing_package, require, run_main
 from megatron_lengen.ops import native, ssd_chunks
 from megatron_lengen.ops.causal_conv import causal_conv1d
+from megatron_lengen.ops.mamba_kernels import CONV_MODULE, SCAN_MODULE
 from megatron_lengen.ops.ssd import ssd_scan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -54,6 +55,8 @@ def build_parser() -> Parser:
             f"--{name}", type=int, default=default, help=f"{what} (default: {default})"
         )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     return parser
 
@@ -69,7 +72,7 @@ class Work:
         from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
         logging.set_verbosity_error()  # it says for each of its kernels that there is none
-        self.args, self.dtype = args, DTYPES[args.dtype]
+        self.args, self.dtype, self.device = args, DTYPES[args.dtype], args.device
         config = Mamba2Config(
             num_heads=args.heads,
             head_dim=args.head_dim,
@@ -80,11 +83,11 @@ class Work:
             chunk_size=args.chunk_size,
         )
         torch.manual_seed(0)
-        self.mixer = Mamba2Mixer(config, layer_idx=0).to(self.dtype)
+        self.mixer = Mamba2Mixer(config, layer_idx=0).to(self.device, self.dtype)
         self.inner = args.heads * args.head_dim
         self.shared = args.groups * args.state
-        self.row = torch.randn(args.batch, args.length, args.hidden, dtype=self.dtype)
-        self.row.requires_grad_()
+        row = torch.randn(args.batch, args.length, args.hidden).to(self.device, self.dtype)
+        self.row = row.requires_grad_()
         with torch.no_grad():
             parts = self.project(self.row)
         self.values = parts[1].clone().requires_grad_()
@@ -150,14 +153,20 @@ class Work:
 
     def forms(self) -> dict[tuple[str, str], Form]:
         """Functions by (part, form); the first form of a part is ours."""
-        return {
+        forms: dict[tuple[str, str], Form] = {
             ("mixer", "ours"): self.whole,
             ("mixer", "Hugging Face"): partial(self.mixer, self.row),
             ("scan", "ours"): lambda: self.scan(self.convolved, self.steps),
-            ("scan", "ours, uncompiled"): self.by_operations,
-            ("convolution", "ours"): lambda: self.convolve(self.values),
-            ("convolution", "PyTorch"): self.pytorch_conv,
         }
+        if self.device == "cpu":  # native kernels are the CPU's
+            forms["scan", "ours, uncompiled"] = self.by_operations
+        forms["convolution", "ours"] = lambda: self.convolve(self.values)
+        forms["convolution", "PyTorch"] = self.pytorch_conv
+        if not self.args.no_compile:
+            forms["convolution", "PyTorch, compiled"] = torch.compile(
+                self.pytorch_conv, dynamic=False
+            )
+        return forms
 
     # ---- limits --------------------------------------------------------------------------------
 
@@ -183,22 +192,16 @@ class Work:
 
     def limits(self) -> dict[tuple[str, str], float]:
         """Seconds by (part, pass) below which none of the parts is expected."""
-        speed = matmul_speed(self.dtype)
+        speed = matmul_rate(self.device, self.dtype)
         found = {}
         for part, operations in self.multiplications().items():
             found[part, "forward"] = operations / speed
             found[part, "both"] = 3 * operations / speed
-        copies = shortest([lambda: self.values.detach().clone()], 5)[0]
+        copies = times([lambda: self.values.detach().clone()], 5, self.device)[0]
         # Read x, write y; then read x and dy, write dx.
         found["convolution", "forward"] = copies
         found["convolution", "both"] = 2.5 * copies
         return found
-
-
-def matmul_speed(dtype: torch.dtype) -> float:
-    """Operations a second of products of large matrices."""
-    a, b = torch.randn(1024, 768).to(dtype), torch.randn(768, 2048).to(dtype)
-    return 2 * a.numel() * b.shape[1] / shortest([lambda: a @ b], 20)[0]
 
 
 # ---- timing --------------------------------------------------------------------------------------
@@ -223,11 +226,11 @@ def measure(args: argparse.Namespace) -> list[dict]:
     forms, limits, found = work.forms(), work.limits(), []
     for kind, runner in zip(PASSES, (forward_only, forward_and_backward), strict=True):
         calls: list[Callable[[], object]] = [partial(runner, form) for form in forms.values()]
-        times = dict(zip(forms, shortest(calls, args.repeat), strict=True))
+        taken = dict(zip(forms, times(calls, args.repeat, args.device), strict=True))
         for part in dict.fromkeys(part for part, _ in forms):
-            times[part, "limit"] = limits[part, kind]
-        for (part, form), seconds in sorted(times.items(), key=lambda item: item[0][0]):
-            ratio = seconds / times[part, "ours"]
+            taken[part, "limit"] = limits[part, kind]
+        for (part, form), seconds in sorted(taken.items(), key=lambda item: item[0][0]):
+            ratio = seconds / taken[part, "ours"]
             found.append(
                 {"pass": kind, "part": part, "form": form, "seconds": seconds, "ratio": ratio}
             )
@@ -236,20 +239,30 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 def table(results: list[dict]) -> str:
     """The results as text."""
-    lines = [f"{'pass':<7}  {'part':<11}  {'form':<16}  {'ms':>9}  {'to ours':>7}"]
+    lines = [f"{'pass':<7}  {'part':<11}  {'form':<17}  {'ms':>9}  {'to ours':>7}"]
     for row in results:
         lines.append(
-            f"{row['pass']:<7}  {row['part']:<11}  {row['form']:<16}  "
+            f"{row['pass']:<7}  {row['part']:<11}  {row['form']:<17}  "
             f"{1e3 * row['seconds']:>9.3f}  {row['ratio']:>7.2f}"
         )
     return "\n".join(lines)
 
 
+def kernels_of(device: str) -> str:
+    """What computes this package's scan and convolution here."""
+    if device == "cpu":
+        return "compiled" if native.load_library() is not None else "PyTorch operations"
+    wanted = {"mamba-ssm": SCAN_MODULE, "causal-conv1d": CONV_MODULE}
+    found = [name for name, module in wanted.items() if optional_module(module) is not None]
+    return ", ".join(found) or "PyTorch operations"
+
+
 def main() -> int:
     """Measure, print, write."""
     args = build_parser().parse_args()
+    check_device(args.device)
     for name, value in vars(args).items():
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool):
             flag = name.replace("_", "-")
             require(value >= 1, f"--{flag}: found {value}; allowed: 1 or more")
     require(
@@ -264,10 +277,11 @@ def main() -> int:
     if not is_installed("transformers"):
         raise missing_package("transformers", "the comparison with Hugging Face")
     results = measure(args)
-    kernels = "compiled" if native.load_library() is not None else "PyTorch operations"
+    kernels = kernels_of(args.device)
     print(
         f"[{args.batch}, {args.length}, {args.hidden}] {args.dtype}, {args.heads} heads of "
-        f"{args.head_dim}, state {args.state}; threads: {args.threads}; our kernels: {kernels}"
+        f"{args.head_dim}, state {args.state}; {args.device}, threads: {args.threads}; "
+        f"our kernels: {kernels}"
     )
     print(table(results))
     write_report(args.json, vars(args), kernels=kernels, results=results)

@@ -12,6 +12,7 @@ from tiny_models import LENGTH, VOCAB, tiny_batch, tiny_mamba
 from megatron_lengen.errors import BadInput
 from megatron_lengen.layers.coordinates import set_documents, set_samples
 from megatron_lengen.layers.dropout import Site
+from megatron_lengen.layers.norm import DropoutRMSNorm
 from megatron_lengen.models.build import InferenceModel, build_chunks
 from megatron_lengen.models.sites import assign_sites
 
@@ -278,3 +279,11 @@ def test_what_cannot_be_is_said(changes, words):
     with pytest.raises(BadInput) as error:
         tiny_mamba(**changes)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_norm_has_the_configurations_epsilon():
+    """Megatron-Core's layer names one or not, by its version."""
+    model = model_of(layernorm_epsilon=3e-4)
+    norms = [module for module in model.modules() if isinstance(module, DropoutRMSNorm)]
+    assert len(norms) == len(model.decoder.layers) + 1
+    assert all(norm.eps == 3e-4 for norm in norms)

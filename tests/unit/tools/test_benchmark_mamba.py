@@ -24,7 +24,7 @@ def test_both_kinds_of_work_are_measured_and_written(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     rows = {(row["work"], row["model"]): row for row in report["results"]}
-    models = ("ours", "Hugging Face", "ours, VPAD")
+    models = ("ours", "Hugging Face", "ours, VPAD", "limit")
     assert set(rows) == {(work, model) for work in ("prompt", "training") for model in models}
     assert all(row["tokens_per_second"] > 0 for row in rows.values())
     assert rows["training", "ours"]["ratio"] == 1
