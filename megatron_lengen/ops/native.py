@@ -58,7 +58,8 @@ def load_library() -> ctypes.CDLL | None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if not compiler:
         logger.warning(
-            "no C++ compiler found: norms and Mamba2 use slower PyTorch operations on the CPU"
+            "no C++ compiler found: norms, attention and Mamba2 use slower PyTorch operations on "
+            "the CPU"
         )
         return None
     try:
@@ -66,8 +67,8 @@ def load_library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         logger.warning(
-            "the CPU kernels could not be built with %s (%s): norms and Mamba2 use slower PyTorch "
-            "operations on the CPU",
+            "the CPU kernels could not be built with %s (%s): norms, attention and Mamba2 use "
+            "slower PyTorch operations on the CPU",
             compiler,
             detail.strip().splitlines()[-1] if detail.strip() else error,
         )
