@@ -142,7 +142,9 @@ def _parts(q: Tensor, k: Tensor, weighting: Weighting) -> list[_Part]:
     ends = sorted({bisect.bisect_left(seen, seen[-1] * n / wanted) + 1 for n in range(1, wanted)})
     parts: list[_Part] = []
     place = 0
-    for first, last in itertools.pairwise([0, *(end for end in ends if end < len(lasts)), len(lasts)]):
+    for first, last in itertools.pairwise(
+        [0, *(end for end in ends if end < len(lasts)), len(lasts)]
+    ):
         begin = max(0, sk - sq + first * span - window + 1) // _KEYS
         end = -(-lasts[last - 1] // _KEYS)
         parts.append(_Part(first, last, begin, end, place))
