@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lengen.ops.attention_choice import choose_aloud, request_of
+from megatron_lengen.ops.attention_native import native_attention
 from megatron_lengen.ops.tiles import tiled_attention
 from megatron_lengen.ops.weighting import Weighting, check_shapes, repeat_heads
 
@@ -31,6 +32,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
     """
     check_shapes(q, k, v)
     backend = choose_aloud(request_of(q, k, weighting))
+    if backend == "native":
+        return native_attention(q, k, v, weighting)
     if backend == "blocks":
         return causal_attention(q, k, v, weighting.window, weighting.scale)
     if backend == "flex":

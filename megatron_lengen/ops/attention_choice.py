@@ -4,6 +4,7 @@
 |-----------|----------------------------------------------|-------|------------|
 | te        | Transformer Engine, in layers of its spec    | CUDA  | softmax    |
 | flex      | FlexAttention (`ops.attention_flex`)         | CUDA  | softmax    |
+| native    | compiled kernels (`ops.attention_native`)    | CPU   | softmax    |
 | blocks    | PyTorch's SDPA by blocks (`ops.attention`)   | any   | softmax    |
 | adasplash | the package of that name, where installed    | CUDA  | entmax     |
 | triton    | kernels of our own (`ops.entmax_triton`)     | CUDA  | entmax     |
@@ -25,17 +26,19 @@ import torch
 from torch import Tensor
 
 from megatron_lengen.errors import is_first_rank
+from megatron_lengen.ops import native
 from megatron_lengen.ops.weighting import Weighting
 
 logger = logging.getLogger(__name__)
 
 ORDER = {
-    "softmax": ("te", "flex", "blocks", "tiles"),
+    "softmax": ("te", "flex", "native", "blocks", "tiles"),
     "entmax": ("te", "adasplash", "triton", "tiles"),
 }
 TITLES = {
     "te": "Transformer Engine",
     "flex": "FlexAttention",
+    "native": "the CPU kernels",
     "blocks": "PyTorch's SDPA",
     "adasplash": "adasplash",
     "triton": "the Triton kernels",
@@ -44,6 +47,8 @@ TITLES = {
 _HALVES = (torch.bfloat16, torch.float16)
 # Compiling for every length of cached decoding costs more than a few rows of scores.
 _FEWEST_COMPILED_QUERIES = 128
+# The CPU kernels take 32 queries at a time; fewer than these leave too much of that unused.
+_FEWEST_NATIVE_QUERIES = 4
 
 
 class Request(NamedTuple):
@@ -104,11 +109,18 @@ def installed() -> frozenset[str]:
     )
 
 
+def available(device: str) -> frozenset[str]:
+    """`installed`, and "native" on the CPU where the kernels there are built, or can be."""
+    if device != "cpu" or native.load_library() is None:
+        return installed()
+    return installed() | {"native"}
+
+
 def choose(request: Request, packages: frozenset[str]) -> Choice:
     """The backend for a request.
 
     Args:
-        packages: what `installed` found.
+        packages: what `available` found.
     """
     passed_over: list[tuple[str, str]] = []
     for backend in ORDER["softmax" if request.alpha == 1 else "entmax"]:
@@ -123,7 +135,7 @@ def choose(request: Request, packages: frozenset[str]) -> Choice:
 
 def choose_aloud(request: Request) -> str:
     """The backend for a request here; what is passed over for a feature is logged once."""
-    choice = choose(request, installed())
+    choice = choose(request, available(request.device))
     for backend, lacking in choice.passed_over:
         _say(backend, lacking, choice.backend)
     return choice.backend
@@ -139,6 +151,9 @@ def _is_candidate(backend: str, request: Request, packages: frozenset[str]) -> b
     """Whether a backend is there for such requests at all."""
     if backend in ("blocks", "tiles"):
         return True
+    if backend == "native":
+        enough = request.queries >= _FEWEST_NATIVE_QUERIES
+        return request.device == "cpu" and "native" in packages and enough
     if request.device != "cuda":
         return False
     if backend == "te":
@@ -158,6 +173,11 @@ def lacks(backend: str, request: Request, packages: frozenset[str]) -> str | Non
         return _lacks_te(request, packages)
     if backend == "flex":
         return _first(request, {"dropout"}) or _lacks_compiled(request, packages, least=16)
+    if backend == "native":
+        lacks = _first(request, {"dropout"})
+        if lacks is None and request.dtype not in (torch.float32, torch.bfloat16):
+            lacks = str(request.dtype).removeprefix("torch.")
+        return lacks
     if backend == "blocks":
         lacks = _first(request, {"slopes", "documents", "dropout"})
         if lacks is None and request.queries not in (1, request.keys):

@@ -1,5 +1,5 @@
-// Products of small matrices in cache, for native_ssd.cpp. All sizes are multiples of 16; rows lie
-// one behind the other unless a stride is given.
+// Products of small matrices in cache, for native_ssd.cpp and native_attention.cpp. All sizes are
+// multiples of 16 (rows of results: of 8); rows lie one behind the other unless a stride is given.
 
 #pragma once
 

@@ -19,7 +19,7 @@ import torch
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import require
 from megatron_lengen.ops.attention import MIN_BLOCK
-from megatron_lengen.ops.attention_choice import Request, choose
+from megatron_lengen.ops.attention_choice import Request, available, choose
 from megatron_lengen.ops.linear_cross_entropy import tokens_of_chunk
 from megatron_lengen.ops.tiles import QUERY_TILE, TILE_SCORES
 from megatron_lengen.ops.variants import get_variant
@@ -218,7 +218,7 @@ def _backend(config: LengenConfig, z: Sizes, layer: int, device: str) -> str:
         te=te,
         context_parallel=cp > 1,
     )
-    packages = frozenset({"triton", "flash_attn"} if device == "cuda" else ())
+    packages = frozenset({"triton", "flash_attn"}) if device == "cuda" else available(device)
     return choose(request, packages).backend
 
 

@@ -13,7 +13,8 @@ from megatron_lengen.ops.attention import attention
 from megatron_lengen.ops.attention_choice import Choice, Request, choose, request_of
 from megatron_lengen.ops.weighting import Weighting, naive_attention
 
-ALL = frozenset({"triton", "adasplash", "flash_attn"})
+ALL = frozenset({"triton", "adasplash", "flash_attn", "native"})
+NO_KERNELS = ALL - {"native"}
 NO_ADASPLASH = ALL - {"adasplash"}
 
 
@@ -79,13 +80,22 @@ CHOICES = [
     (request(alpha=1.5, dtype=torch.float64), NO_ADASPLASH, "tiles"),
     (request(alpha=1.5), frozenset(), "tiles"),
     # the CPU, whatever is installed
-    (request(device="cpu"), ALL, "blocks"),
-    (request("window", device="cpu", queries=1024), ALL, "tiles"),
-    (request("documents", device="cpu"), ALL, "tiles"),
-    (request("slopes", device="cpu"), ALL, "tiles"),
+    (request(device="cpu"), ALL, "native"),
+    (request("window", device="cpu", queries=1024), ALL, "native"),
+    (request("window", "slopes", "documents", "scale", device="cpu"), ALL, "native"),
+    (request(device="cpu", dtype=torch.float32, te=True), ALL, "native"),
+    (request(device="cpu", dtype=torch.float64), ALL, "blocks"),
+    (request(device="cpu", dtype=torch.float16), ALL, "blocks"),
+    (request(device="cpu", queries=1), ALL, "blocks"),
+    (request("slopes", device="cpu", queries=1), ALL, "tiles"),
     (request("dropout", device="cpu"), ALL, "tiles"),
     (request(device="cpu", alpha=1.5), ALL, "tiles"),
-    (request("window", device="cpu", te=True), ALL, "blocks"),
+    # the CPU without a compiler
+    (request(device="cpu"), NO_KERNELS, "blocks"),
+    (request("window", device="cpu", queries=1024), NO_KERNELS, "tiles"),
+    (request("documents", device="cpu"), NO_KERNELS, "tiles"),
+    (request("slopes", device="cpu"), NO_KERNELS, "tiles"),
+    (request("window", device="cpu", te=True), NO_KERNELS, "blocks"),
 ]
 
 
@@ -121,7 +131,8 @@ def test_a_request_names_every_feature_of_a_weighting():
     assert request_of(q, k, Weighting(window=21)).features == frozenset()
 
 
-def test_it_is_said_once(caplog):
+def test_it_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(attention_choice.native, "load_library", lambda: None)
     attention_choice._say.cache_clear()
     qkv = inputs(9, 9, 2)
     with caplog.at_level(logging.WARNING, logger=attention_choice.__name__):
