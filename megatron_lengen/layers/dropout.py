@@ -108,7 +108,9 @@ class ResidualAdd(nn.Module):
                 output = output + bias
             if training and self.site is not None:
                 output = affine_dropout(output, self.site.for_tensor(output))
-            if training and self.sums is not None:
+            # Megatron-Core turns gradients on around this also where a layer is to be recomputed:
+            # the norm's weight would then keep what no backward asks for.
+            if training and output.requires_grad and self.sums is not None:
                 return self.sums(output, residual)
             return residual + output
 

@@ -31,7 +31,7 @@ CHUNK_BYTES = {"cpu": 96 * 2**20, "cuda": 512 * 2**20}
 _MULTIPLE = 32  # of tokens: matrices of odd sizes are multiplied at a lower speed
 # Rows of the weight's gradient whose products join the fp32 sum at a time: few enough to be in
 # cache, not so few that threads would meet all the time.
-_ROWS_AT_A_TIME = 8192
+ROWS_AT_A_TIME = 8192
 
 
 def linear_cross_entropy(
@@ -240,9 +240,9 @@ def _pass(
         Those gradients, or None.
     """
     rows = weight.detach()[: work.vocabulary]
-    shape = (min(work.chunk, len(hidden)), work.vocabulary)
-    memory = hidden.new_empty(shape)
-    logits: Tensor | None = None
+    memory = logits = None
+    if not serves(hidden[: work.chunk], rows):  # that library writes to memory of its own
+        memory = hidden.new_empty(min(work.chunk, len(hidden)), work.vocabulary)
     d_hidden = torch.empty_like(hidden) if factors is not None and wanted[0] else None
     d_weight = None
     if factors is not None and wanted[1]:
@@ -250,7 +250,7 @@ def _pass(
     for part in work.chunks():
         x, labels, of_part = hidden.detach()[part], work.labels[part], statistics[:, part]
         logits = None  # its memory goes before the next one's comes
-        logits = product(x, rows.t(), memory[: len(x)])
+        logits = product(x, rows.t(), None if memory is None else memory[: len(x)])
         if factors is None:
             softmax_step("measure", logits, labels, of_part)
             continue
@@ -301,9 +301,9 @@ class _WeightGradient:
         elif x.is_cuda and _adds_in_fp32(x.dtype, x.device):
             _addmm_in_fp32(total, left, x, first)
         else:
-            for rows in range(0, len(total), _ROWS_AT_A_TIME):
-                some = transposed_product(d_logits[:, rows : rows + _ROWS_AT_A_TIME], x)
-                here = total[rows : rows + _ROWS_AT_A_TIME]
+            for rows in range(0, len(total), ROWS_AT_A_TIME):
+                some = transposed_product(d_logits[:, rows : rows + ROWS_AT_A_TIME], x)
+                here = total[rows : rows + ROWS_AT_A_TIME]
                 if first:
                     here.copy_(some)
                 else:

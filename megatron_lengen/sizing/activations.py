@@ -20,7 +20,8 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import require
 from megatron_lengen.ops.attention import MIN_BLOCK
 from megatron_lengen.ops.attention_choice import Request, available, choose
-from megatron_lengen.ops.linear_cross_entropy import tokens_of_chunk
+from megatron_lengen.ops.linear_cross_entropy import ROWS_AT_A_TIME, tokens_of_chunk
+from megatron_lengen.ops.products import onednn_is_faster
 from megatron_lengen.ops.tiles import QUERY_TILE, TILE_SCORES
 from megatron_lengen.ops.variants import get_variant
 
@@ -303,6 +304,8 @@ def fused_loss_memory(
     table = rows * hidden * number
     at_once = tokens_of_chunk(tokens, rows * number, device)
     logits, sums = at_once * vocabulary * number, table
+    if device == "cpu" and number == 4 and onednn_is_faster():  # parts of the sum, as they come
+        sums += min(vocabulary, ROWS_AT_A_TIME) * hidden * number
     if number == 2 and at_once < tokens:
         sums = 4 * rows * hidden  # copied at the end, when there are no logits
         logits = max(logits, table)
