@@ -32,8 +32,8 @@ def test_every_way_is_measured_and_written(tmp_path):
     assert rows["forward", "ours"]["ratio"] == rows["both", "ours"]["ratio"] == 1
     logits = 4 * 300 * 2000
     assert rows["both", "PyTorch"]["bytes"] > 2 * logits
-    # One chunk of logits, gradients of weight and features.
-    assert rows["both", "ours"]["bytes"] < 1.1 * (logits + 4 * 16 * 2300) + 4 * 300 * 10
+    # One chunk of logits, gradients of weight (and a part of it, on its way) and features.
+    assert rows["both", "ours"]["bytes"] < 1.1 * (logits + 4 * 16 * 4300) + 4 * 300 * 10
     assert report["settings"]["tokens"] == 300
     assert len(done.stdout.splitlines()) == 2 + len(rows)
 
