@@ -35,6 +35,9 @@ def hide_unusable_packages() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # Megatron-Core's own calls
         warnings.filterwarnings("ignore", message=f"`torch.distributed.{name}` is deprecated")
+    # 0.16 names feed-forwards that are not its own, and builds them as they should be.
+    layers = logging.getLogger("megatron.core.transformer.transformer_layer")
+    layers.addFilter(lambda record: not record.getMessage().startswith("Unknown MLP type"))
     if not _imports("transformer_engine"):
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     # NVIDIA's apex brings the compiled module amp_C; the package of that name on PyPI does not.

@@ -147,7 +147,8 @@ BENCHMARKS = {
     "step": Stage(
         110,
         "step.py",
-        "--device {device} --preset 3b --dtype bf16 --vpad 0.3 --repeat 5 --no-peer",
+        "--device {device} --preset 3b --dtype bf16 --batch 2 --vpad 0.3 --repeat 5 "
+        "--no-peer --apart",
         "--device {device} --preset tiny --dtype bf16 --layers 1 --batch 1 --length 64 --repeat 1 "
         "--threads 1",
         step_rows,

@@ -78,7 +78,7 @@ on_cuda() {
     measure ssd_cuda ssd --device cuda --dtype bf16 --batch 4 --length 2048
     measure mamba_85m_cuda mamba --device cuda --preset 85m --vpad 0.1
     measure step_135m_cuda step --device cuda --preset 135m --dtype bf16
-    measure step_3b_cuda step --device cuda --preset 3b --dtype bf16 --no-peer
+    measure step_3b_cuda step --device cuda --preset 3b --dtype bf16 --batch 2 --no-peer --apart
 }
 
 tiny() {

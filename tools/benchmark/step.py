@@ -4,7 +4,8 @@ Ours is what `pretrain_gpt.py` runs: Megatron-Core's schedule, data parallelism 
 process. The peer is transformers' model with the same weights, whose RMSNorms are followed by VPAD
 as one would patch them in (a mask from the generator, Eq. 12 in fp32), PyTorch's fused AdamW and
 gradient clipping. Same rows, precision (bf16: fp32 master weights, for the peer by autocast) and
-no recomputation. All run in turn, and the shortest of each one's times counts.
+no recomputation. All run in turn, and the shortest of each one's times counts; with `--apart` each
+is built, timed and dropped before the next, where memory holds no two.
 
 Ratios are a form's time to ours of the same kind, with dropout or without: 1.5 means half as slow
 again as this package. `cost of VPAD` is a step with it against one without.
@@ -16,6 +17,8 @@ Example:
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,10 +28,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from timing import shortest, write_report
+from timing import check_device, shortest, write_report
 from torch import Tensor, nn
 
+from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import Parser, require, run_main
+from megatron_lengen.training.arguments import Settings
 
 # Rows of a step, tokens of a row, vocabulary, and the model's flags.
 PRESETS: dict[str, tuple[int, int, int, str]] = {
@@ -64,6 +69,7 @@ def build_parser() -> Parser:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: cores")
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
     parser.add_argument("--no-peer", action="store_true", help="leave Hugging Face out")
+    parser.add_argument("--apart", action="store_true", help="hold one model at a time")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     parser.add_argument(
         "--flags", default="", help="further flags of pretrain_gpt.py for ours, as one text"
@@ -148,13 +154,16 @@ def _forever(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 class HuggingFace:
     """transformers' model, its norms patched, under PyTorch's own optimizer."""
 
-    def __init__(self, ours: Ours, args: argparse.Namespace, vpad: float | None) -> None:
+    def __init__(
+        self, settings: Settings, weights: dict[str, Tensor], args: argparse.Namespace,
+        vpad: float | None,
+    ) -> None:  # fmt: skip
         from megatron_lengen.convert.families import family_for
 
-        family = family_for(ours.settings.model)
-        config = family.config_class()(**family.hf_config(ours.settings.model))
+        family = family_for(settings.model)
+        config = family.config_class()(**family.hf_config(settings.model))
         self.model: nn.Module = family.model_class()(config).to(args.device).train()
-        self.model.load_state_dict(ours.weights(), strict=False)
+        self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
         self.autocast = torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bf16")
         if vpad is not None:
@@ -202,16 +211,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = (args.batch, args.length + 1)
     text = torch.randint(0, PRESETS[args.preset][2], rows, generator=generator).to(args.device)
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    sides: dict[str, Any] = {"ours": Ours(args, None)}
-    if not args.no_peer:
-        sides["hugging face"] = HuggingFace(sides["ours"], args, None)
-        check_equal(sides, tokens, labels, args.dtype)
-    sides["ours, vpad"] = Ours(args, args.vpad)
-    if not args.no_peer:
-        sides["hugging face, vpad"] = HuggingFace(sides["ours"], args, args.vpad)
-    steps = [lambda side=side: side.step(tokens, labels) for side in sides.values()]
-    times = dict(zip(sides, shortest(steps, args.repeat), strict=True))
-    flops = flops_per_token(sides["ours"].settings.model) * tokens.numel()
+    measured = _apart if args.apart else _in_turn
+    model, times, memory = measured(args, tokens, labels)
+    flops = flops_per_token(model) * tokens.numel()
     found = []
     for form, seconds in times.items():
         own = "ours, vpad" if form.endswith("vpad") else "ours"
@@ -222,10 +224,47 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "tokens_per_second": tokens.numel() / seconds,
                 "tflops": flops / seconds / 1e12,
                 "mfu": _mfu(flops / seconds, args.device),
+                "memory_bytes": memory.get(form),
                 "ratio": seconds / times[own],
             }
         )
     return found
+
+
+Measured = tuple[LengenConfig, dict[str, float], dict[str, int]]
+
+
+def _in_turn(args: argparse.Namespace, tokens: Tensor, labels: Tensor) -> Measured:
+    """The model, and seconds of each form; all are in memory at once."""
+    first = Ours(args, None)
+    sides: dict[str, Any] = {"ours": first}
+    if not args.no_peer:
+        weights = {name: weight.clone() for name, weight in first.weights().items()}
+        sides["hugging face"] = HuggingFace(first.settings, weights, args, None)
+        check_equal(sides, tokens, labels, args.dtype)
+    sides["ours, vpad"] = Ours(args, args.vpad)
+    if not args.no_peer:
+        sides["hugging face, vpad"] = HuggingFace(first.settings, weights, args, args.vpad)
+    steps = [lambda side=side: side.step(tokens, labels) for side in sides.values()]
+    times = dict(zip(sides, shortest(steps, args.repeat), strict=True))
+    return first.settings.model, times, {}
+
+
+def _apart(args: argparse.Namespace, tokens: Tensor, labels: Tensor) -> Measured:
+    """The model, seconds of each form, and on a GPU the most memory that it had."""
+    times: dict[str, float] = {}
+    memory: dict[str, int] = {}
+    for form, vpad in (("ours", None), ("ours, vpad", args.vpad)):
+        side = Ours(args, vpad)
+        model = side.settings.model
+        (times[form],) = shortest([functools.partial(side.step, tokens, labels)], args.repeat)
+        del side
+        gc.collect()
+        if args.device == "cuda":
+            memory[form] = torch.cuda.max_memory_allocated()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return model, times, memory
 
 
 def check_equal(sides: dict[str, Any], tokens: Tensor, labels: Tensor, dtype: str) -> None:
@@ -246,14 +285,14 @@ def _mfu(rate: float, device: str) -> float | None:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as text."""
-    lines = [
-        f"{'step':<19} {'seconds':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'to ours':>8}"
-    ]
+    columns = ("seconds", "tokens/s", "TFLOP/s", "MFU", "GiB", "to ours")
+    lines = [f"{'step':<19} " + " ".join(f"{column:>8}" for column in columns)]
     for row in results:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        memory = "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}"
         lines.append(
-            f"{row['form']:<19} {row['seconds']:>8.4f} {row['tokens_per_second']:>9.0f} "
-            f"{row['tflops']:>8.3f} {mfu:>6} {row['ratio']:>8.2f}"
+            f"{row['form']:<19} {row['seconds']:>8.4f} {row['tokens_per_second']:>8.0f} "
+            f"{row['tflops']:>8.3f} {mfu:>8} {memory:>8} {row['ratio']:>8.2f}"
         )
     return "\n".join(lines)
 
@@ -270,9 +309,11 @@ def main() -> int:
     batch, length, _, _ = PRESETS[args.preset]
     args.batch, args.length = args.batch or batch, args.length or length
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(args.device)
     for flag in ("batch", "length", "threads", "repeat"):
         value = getattr(args, flag)
         require(value >= 1, f"--{flag}: found {value}; allowed: 1 or more")
+    require(args.no_peer or not args.apart, "--apart: needs --no-peer")
     require(0 < args.vpad < 1, f"--vpad: found {args.vpad}; allowed: between 0 and 1")
     results = measure(args)
     cost = cost_of_vpad(results)
