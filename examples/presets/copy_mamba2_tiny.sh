@@ -28,7 +28,7 @@ TRAINING_ARGS=(
     --save-interval 250
     --keep-last 1
 )
-# A little more than half the time of fp32, on processors that multiply bf16 matrices.
+# Less time than fp32, on processors that multiply bf16 matrices.
 if fast_bf16; then
     TRAINING_ARGS+=(--bf16)
 fi
