@@ -30,8 +30,13 @@ class NormWithSite:
     def sum_with(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x of [s, b, h], normalized in the same pass.
 
-        The norm of the sum waits for the call with just this sum, which comes next.
+        The norm of the sum waits for the call with just this sum, which comes next. Both are calls
+        of the module: others hang on to them to have its weight there (ZeRO 3, the overlapped
+        gathering of weights).
         """
+        return self(x, residual)  # type: ignore[operator]
+
+    def _sum(self, x: Tensor, residual: Tensor) -> Tensor:
         z, total = add_rms_norm_dropout(x, residual, self.weight, self.eps, self.dropout_of(x))
         self._ready = (total, z)
         return total
@@ -58,8 +63,10 @@ class DropoutRMSNorm(NormWithSite, nn.Module):
         # Under SP every rank sees other tokens: Megatron sums such gradients over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]; with a residual see `sum_with`."""
+        if residual is not None:
+            return self._sum(x, residual)
         ready = self.take_ready(x)
         if ready is not None:
             return ready

@@ -46,8 +46,12 @@ def te_dropout_norm() -> Any:
                 **_get_extra_te_kwargs(config),
             )
 
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            """[s, b, h] -> [s, b, h]."""
+        def forward(
+            self, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            """[s, b, h] -> [s, b, h]; with a residual see `sum_with`."""
+            if residual is not None:
+                return self._sum(x, residual)
             ready = self.take_ready(x)
             if ready is not None:
                 return ready
