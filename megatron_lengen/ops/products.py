@@ -1,9 +1,9 @@
 """Products of fp32 matrices on the CPU, by the faster of PyTorch's two libraries.
 
 PyTorch multiplies fp32 matrices with MKL, which keeps to 256-bit vectors on processors that are not
-Intel's; oneDNN, which comes with PyTorch too and multiplies its 16-bit ones, does not. Where the
-processor has wider vectors it takes half the time (tools/benchmark/products.py). Small products,
-other dtypes, devices and processors stay with `torch.matmul`.
+Intel's; oneDNN, which comes with PyTorch too and multiplies its 16-bit ones, does not and is faster
+there where vectors are wider. Small products, other dtypes, devices and processors stay with
+`torch.matmul`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T of x [..., k] and W [n, k] -> [..., n]; gradients by the same products."""
     # Rows in one dimension: what the function returns is then no view, and may be changed in place.
-    return _Linear.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+    rows = _Linear.apply(x.reshape(-1, x.shape[-1]), weight)
+    return rows.view(*x.shape[:-1], weight.shape[0])
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:

@@ -44,7 +44,7 @@ from attention_forms import (
     run_of,
     weighting_of,
 )
-from timing import check_device, matmul_rate, times, write_report
+from timing import check_device, matmul_rate, report_file, times, write_report
 from torch import Tensor
 
 from megatron_lengen.compat import optional_module
@@ -94,7 +94,9 @@ def build_parser() -> Parser:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: 1)")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="also write the results there"
+    )
     return parser
 
 

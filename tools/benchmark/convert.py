@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from timing import write_report
+from timing import report_file, write_report
 
 from megatron_lengen.errors import Parser, require, run_main
 
@@ -61,7 +61,9 @@ def build_parser() -> Parser:
     parser.add_argument("--workers", type=int, help="as of convert.py")
     parser.add_argument("--folder", help="where files go (default: the folder for temporary ones)")
     parser.add_argument("--verify", action="store_true", help="verify too, in the last column")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="also write the results there"
+    )
     return parser
 
 

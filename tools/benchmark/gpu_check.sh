@@ -27,7 +27,10 @@ site="$scratch/site"
 mkdir "$site"
 for wheel in "${CARRY:-$here/carry}"/*.whl; do
     [ -e "$wheel" ] || continue
-    "$python" -m zipfile -e "$wheel" "$site"
+    if ! "$python" -m zipfile -e "$wheel" "$site" 2>/dev/null; then
+        echo "error: CARRY: found $wheel, which is no whole wheel; download it again" >&2
+        exit 2
+    fi
 done
 export PYTHONPATH="$root:$site${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1

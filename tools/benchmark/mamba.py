@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
-from timing import check_device, matmul_rate, times, write_report
+from timing import check_device, matmul_rate, report_file, times, write_report
 from torch import Tensor, nn
 
 from megatron_lengen.compat import is_installed
@@ -47,7 +47,9 @@ def build_parser() -> Parser:
     parser.add_argument("--threads", type=int, default=1, help="threads (default: 1)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--vpad", type=float, metavar="P", help="train ours with VPAD, too")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="also write the results there"
+    )
     return parser
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
-from timing import median, shortest, write_report
+from timing import median, report_file, shortest, write_report
 from torch import Tensor
 
 from megatron_lengen.errors import Parser, require, run_main
@@ -56,7 +56,9 @@ def build_parser() -> Parser:
         help="thread counts on a CPU (default: 1 2)",
     )  # fmt: skip
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="also write the results there"
+    )
     return parser
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from timing import write_report
+from timing import report_file, write_report
 
 from megatron_lengen.data.corpus import read_library
 from megatron_lengen.data.preprocess import TokenizerSpec, preprocess
@@ -60,7 +60,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--folder", help="where files go (default: the folder for temporary ones)")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="also write the results there"
+    )
     return parser
 
 

@@ -238,8 +238,9 @@ def read(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     for file in files:
         try:
             report = json.loads(file.read_text())
-            is_report = all(key in report for key in OWN[:-1])
-        except (ValueError, TypeError):
+            is_report = all(key in report for key in OWN[:-1]) and "cpu" in report["machine"]
+            script_of(report)
+        except (ValueError, TypeError, LookupError):
             is_report = False
         require(is_report, f"--results: found {file}, which no benchmark wrote with --json")
         script = ROOT / script_of(report)

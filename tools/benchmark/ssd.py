@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
-from timing import check_device, matmul_rate, times, write_report
+from timing import check_device, matmul_rate, report_file, times, write_report
 from torch import Tensor, nn
 
 from megatron_lengen.compat import is_installed, optional_module
@@ -57,7 +57,9 @@ def build_parser() -> Parser:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="also write the results there"
+    )
     return parser
 
 

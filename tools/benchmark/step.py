@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from timing import check_device, shortest, write_report
+from timing import check_device, report_file, shortest, write_report
 from torch import Tensor, nn
 
 from megatron_lengen.config import LengenConfig
@@ -70,7 +70,9 @@ def build_parser() -> Parser:
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: 5)")
     parser.add_argument("--no-peer", action="store_true", help="leave Hugging Face out")
     parser.add_argument("--apart", action="store_true", help="hold one model at a time")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="also write the results there"
+    )
     parser.add_argument(
         "--flags", default="", help="further flags of pretrain_gpt.py for ours, as one text"
     )
@@ -307,7 +309,8 @@ def main() -> int:
     """Measure, print, write."""
     args = build_parser().parse_args()
     batch, length, _, _ = PRESETS[args.preset]
-    args.batch, args.length = args.batch or batch, args.length or length
+    args.batch = batch if args.batch is None else args.batch
+    args.length = length if args.length is None else args.length
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(args.device)
     for flag in ("batch", "length", "threads", "repeat"):

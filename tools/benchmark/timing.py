@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -106,6 +107,14 @@ def matmul_rate(device: str, dtype: torch.dtype, repeat: int = 10) -> float:
 
 
 # ---- reports -------------------------------------------------------------------------------------
+
+
+def report_file(text: str) -> str:
+    """The value of --json: a file in a folder that is there, before minutes go into its content."""
+    folder = Path(text).resolve().parent
+    if not folder.is_dir() or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"found {text}; allowed: a file in a folder that exists")
+    return text
 
 
 def machine() -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_it_computes_and_stores_what_megatrons_modules_do(kind, changes):
     found, expected = gradients(te), gradients(local)
     assert set(found) == set(expected)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     weights = {key for key in keys(te) if not key.endswith("_extra_state")}
     assert weights == {key for key in keys(local) if not key.endswith("_extra_state")}
 
@@ -208,7 +208,7 @@ def test_gradients_with_documents(as_on_a_gpu):
     set_documents(DOCUMENTS)
     found, expected = gradients(te), gradients(local)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
 
 
 def test_slopes_go_elsewhere(as_on_a_gpu):
