@@ -30,7 +30,7 @@ def fuse_rotation(config: LengenConfig) -> None:
 def _rotate_by_frequencies(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
     """t [s, b, n, d] turned by freqs [s, 1, 1, r], whose second half repeats the first."""
     if interleaved:
-        raise NotImplementedError("channels that rotate are halves of a head here, not neighbours")
+        raise ValueError("channels that rotate are halves of a head here, not neighbours")
     return rotate(t, freqs[:, 0, 0, : freqs.shape[-1] // 2])
 
 

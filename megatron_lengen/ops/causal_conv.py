@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lengen.ops import causal_conv_native, mamba_kernels
+from megatron_lengen.ops import causal_conv_native, mamba_kernels, native
 
 
 def causal_conv1d(
@@ -113,19 +113,17 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, before, reach)
         ctx.silu = silu
-        library = causal_conv_native.library_for(x)
-        if library is not None:
-            return causal_conv_native.forward(library, x, weight, bias, before, reach, silu)
+        if native.serves(x):
+            return causal_conv_native.forward(x, weight, bias, before, reach, silu)
         return _convolve(x, weight, before, reach, silu, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, before, reach = ctx.saved_tensors
-        library = causal_conv_native.library_for(x)
-        if library is not None:
+        if native.serves(x):
             dx, dweight, dbias, dbefore = causal_conv_native.backward(
-                library, x, weight, bias, before, reach, ctx.silu, dy.to(x.dtype)
+                x, weight, bias, before, reach, ctx.silu, dy.to(x.dtype)
             )
             cast = None if bias is None else dbias.to(bias.dtype)
             return dx, dweight.to(weight.dtype), cast, dbefore.to(before.dtype), None, None

@@ -35,13 +35,7 @@ class _Call(ctypes.Structure):
     )  # fmt: skip
 
 
-def library_for(x: Tensor) -> ctypes.CDLL | None:
-    """The kernels, where they can compute this."""
-    return native.load_library() if native.serves(x) else None
-
-
 def forward(
-    library: ctypes.CDLL,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -51,12 +45,11 @@ def forward(
 ) -> Tensor:
     """y [b, l, d]; arguments as in `ops.causal_conv`."""
     y = torch.empty(x.shape, dtype=x.dtype)
-    _run(library, "forward", x, weight, bias, before, reach, silu, {"y": y})
+    _run("forward", x, weight, bias, before, reach, silu, {"y": y})
     return y
 
 
 def backward(
-    library: ctypes.CDLL,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -73,12 +66,11 @@ def backward(
     dbias = torch.empty(b * blocks, d, dtype=torch.float32)
     dbefore = torch.empty(b, taps - 1, d, dtype=torch.float32)
     tensors = {"dy": dy, "dx": dx, "dweight": dweight, "dbias": dbias, "dbefore": dbefore}
-    _run(library, "backward", x, weight, bias, before, reach, silu, tensors)
+    _run("backward", x, weight, bias, before, reach, silu, tensors)
     return dx, dweight.sum(0).t(), dbias.sum(0), dbefore
 
 
 def _run(
-    library: ctypes.CDLL,
     name: str,
     x: Tensor,
     weight: Tensor,
@@ -114,8 +106,7 @@ def _run(
         alive["reach"] = reach.contiguous()
     for field, tensor in alive.items():
         setattr(call, field, tensor.data_ptr())
-    suffix = "f32" if x.dtype == torch.float32 else "bf16"
-    getattr(library, f"lengen_conv_{name}_{suffix}")(ctypes.byref(call))
+    native.run(f"conv_{name}", x.dtype, call)
 
 
 def _dense_tokens(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lengen.compat import optional_module
 from megatron_lengen.ops import linear_cross_entropy_native as compiled
+from megatron_lengen.ops import native
 from megatron_lengen.ops.products import product, serves, transposed_product
 
 # Bytes of logits that exist at a time. Each chunk adds its part to the whole gradient of the
@@ -359,9 +360,8 @@ def softmax_step(
         return
     if factors is not None:
         factors = factors.contiguous()
-    library = compiled.library_for(logits)
-    if library is not None:
-        compiled.run(library, step, logits, labels, statistics, factors)
+    if native.has_kernels(logits):
+        compiled.run(step, logits, labels, statistics, factors)
     elif logits.is_cuda and logits.dtype != torch.float64 and optional_module("triton"):
         from megatron_lengen.ops import linear_cross_entropy_triton
 

@@ -22,15 +22,7 @@ class _Call(ctypes.Structure):
     )
 
 
-def library_for(x: Tensor) -> ctypes.CDLL | None:
-    """The kernels, where they can compute with this kind of numbers."""
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    return native.load_library()
-
-
 def run(
-    library: ctypes.CDLL,
     step: str,
     logits: Tensor,
     labels: Tensor,
@@ -47,5 +39,4 @@ def run(
     for field, tensor in tensors.items():
         assert tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
         setattr(call, field, tensor.data_ptr())
-    suffix = "f32" if logits.dtype == torch.float32 else "bf16"
-    getattr(library, f"lengen_logits_{step}_{suffix}")(ctypes.byref(call))
+    native.run(f"logits_{step}", logits.dtype, call)

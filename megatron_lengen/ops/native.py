@@ -72,11 +72,18 @@ def load_library() -> ctypes.CDLL | None:
         return None
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether there are kernels for such a tensor: on the CPU, in fp32 or bf16."""
+    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    return fits and load_library() is not None
+
+
 def serves(x: Tensor) -> bool:
-    """Whether there are kernels for a tensor: on the CPU, in fp32 or bf16, with elements."""
-    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0
-    # PyTorch's compiler fuses operations by itself, and does not see through these kernels.
-    return fits and not torch.compiler.is_compiling() and load_library() is not None
+    """Whether kernels shall take the place of a few operations on a tensor with elements.
+
+    PyTorch's compiler fuses such operations by itself, and does not see through the kernels.
+    """
+    return not torch.compiler.is_compiling() and x.numel() > 0 and has_kernels(x)
 
 
 def run(name: str, dtype: torch.dtype, call: ctypes.Structure) -> None:

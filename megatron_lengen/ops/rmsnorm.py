@@ -260,10 +260,8 @@ def _through_coefficients(
 
 def _kernels_for(x: Tensor) -> TorchKernels:
     """Compiled kernels where they exist, PyTorch operations otherwise."""
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
-        library = native.load_library()
-        if library is not None:
-            return NativeKernels(library)
+    if native.has_kernels(x):
+        return NativeKernels()
     if x.device.type == "cuda" and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
         triton_kernels = _triton_kernels()
         if triton_kernels is not None:

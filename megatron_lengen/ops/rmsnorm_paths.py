@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -114,9 +113,6 @@ def _wide(x: Tensor) -> Tensor:
 class NativeKernels(TorchKernels):
     """The same through native.cpp, one row in cache at a time."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-
     def statistics(self, x, residual, gain, eps, moments):
         total = None if residual is None else torch.empty_like(x)
         rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if eps is not None else None
@@ -190,5 +186,4 @@ class NativeKernels(TorchKernels):
             call.first_channel, call.threshold = where.first_channel, dropout.threshold
         for field, tensor in zip(names, alive, strict=True):
             setattr(call, field, tensor.data_ptr())
-        suffix = "f32" if x.dtype == torch.float32 else "bf16"
-        getattr(self._library, f"lengen_{name}_{suffix}")(ctypes.byref(call))
+        native.run(name, x.dtype, call)

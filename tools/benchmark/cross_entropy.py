@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_lengen.compat import is_installed
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import Parser, require, run_main
-from megatron_lengen.ops import linear_cross_entropy_native
+from megatron_lengen.ops import native
 from megatron_lengen.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_lengen.runtime import distributed
 
@@ -217,7 +217,7 @@ def main() -> int:
     kernels = "PyTorch operations"
     if args.device == "cuda":
         kernels = "Triton" if is_installed("triton") else kernels
-    elif linear_cross_entropy_native.library_for(torch.empty(0, dtype=DTYPES[args.dtype])):
+    elif native.has_kernels(torch.empty(0, dtype=DTYPES[args.dtype])):
         kernels = "compiled"
     print(
         f"[{args.tokens}, {args.hidden}] x [{args.vocabulary}, {args.hidden}] {args.dtype} on "
