@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shlex
 import shutil
 import socket
@@ -128,10 +130,16 @@ def settings(words: list[str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on, and that the system gives to nobody of its own accord.
+
+    A process takes seconds to start before it listens; meanwhile others of the same test open
+    connections, and each gets a port from the system's own range.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # the system's range: from 32,768
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 def kill_family(process: subprocess.Popen[Any]) -> None:

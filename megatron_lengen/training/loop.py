@@ -69,11 +69,14 @@ class Trainer:
         Raises:
             Stop: where steps fail in a row, or what a rerun shows ends the run.
         """
+        training = self.settings.training
+        # Before the first line: who reads it may send a signal.
+        leaving = _Leaving(training.exit_interval, training.exit_duration_in_mins)
         self._announce()
         reporter = Reporter(self.settings, dist.get_world_size(), self.progress)
         stopped: Stop | None = None
         try:
-            self._iterate(reporter)
+            self._iterate(reporter, leaving)
         except Stop as stop:
             stopped = stop
         if stopped is None or stopped.save:
@@ -83,11 +86,10 @@ class Trainer:
         if stopped is not None:
             raise stopped
 
-    def _iterate(self, reporter: Reporter) -> None:
+    def _iterate(self, reporter: Reporter, leaving: _Leaving) -> None:
         training, progress = self.settings.training, self.progress
         batch = training.global_batch_size
         assert batch is not None
-        leaving = _Leaving(training.exit_interval, training.exit_duration_in_mins)
         skips, save_due = SkipGuard(self.settings), False
         data = replayable(self._train_data(), training.rerun_mode)
         while progress.iteration < training.train_iters:

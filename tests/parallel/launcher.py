@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from launching import free_port
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_lengen import checkpoint_folder
@@ -64,13 +64,6 @@ def environment(**changes: str) -> dict[str, str]:
     paths = [str(ROOT), kept.get("PYTHONPATH", "")]
     kept.update(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", PYTHONPATH=os.pathsep.join(paths))
     return {**kept, **changes}
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def start(

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher import PRETRAIN, ROOT, environment, free_port
-from launching import kill_family
+from launcher import PRETRAIN, ROOT, environment
+from launching import free_port, kill_family
 
 LAUNCH = ROOT / "examples/common/launch.sh"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from launcher import PRETRAIN, argv, environment, free_port, rows, start, tail, wait
+from launcher import PRETRAIN, argv, environment, rows, start, tail, wait
+from launching import free_port
 
 
 def torchrun(flags: str, processes: int = 2) -> subprocess.CompletedProcess[str]:

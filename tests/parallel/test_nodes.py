@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launcher import Run, argv, curve, free_port, rows, train
+from launcher import Run, argv, curve, rows, train
+from launching import free_port
 from nodes import Network, Node, codes, logs, on_loopback, wait_until
 
 from megatron_lengen.data.indexed import DatasetWriter

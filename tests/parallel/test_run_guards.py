@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import HERE, PRETRAIN, Run, argv, environment, free_port, rows, start, tail, work
+from launcher import HERE, PRETRAIN, Run, argv, environment, rows, start, tail, work
+from launching import free_port
 
 from megatron_lengen import checkpoint_folder
 

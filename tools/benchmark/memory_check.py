@@ -12,11 +12,9 @@ import gc
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,39 +148,17 @@ def _run(runs: list[list[str]], processes: int) -> list[list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.json")
         job.write_text(json.dumps(runs))
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = str(listener.getsockname()[1])
-        started = []
-        for rank in range(processes):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            with open(Path(folder, f"{rank}.log"), "wb") as log:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, __file__, folder],
-                        env={**os.environ, **place, **address},
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        codes = _wait(started, timeout=600)
-        if any(codes):
-            failed = next(rank for rank, code in enumerate(codes) if code > 0)
-            raise RuntimeError(Path(folder, f"{failed}.log").read_text()[-4000:])
+        torchrun = ["torch.distributed.run", "--standalone", "--local-addr=localhost"]
+        done = subprocess.run(
+            [sys.executable, "-m", *torchrun, f"--nproc-per-node={processes}", __file__, folder],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-4000:])
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
-
-
-def _wait(started: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
-    """Exit codes; where one process fails or time is up, the others are killed."""
-    end = time.monotonic() + timeout
-    codes = [process.poll() for process in started]
-    while None in codes and not any(codes) and time.monotonic() < end:
-        time.sleep(0.1)
-        codes = [process.poll() for process in started]
-    for process in started:
-        process.kill()
-    return [process.wait() for process in started]
 
 
 # ---- in the processes of the runs ----------------------------------------------------------------
