@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.extend(map(str, Path(__file__).parents[1:3]))
-import pretrain_gpt
 from launcher import argv, rows
 from launching import free_port
 
+import pretrain_gpt
 from megatron_lengen import checkpoint_folder
 from megatron_lengen.errors import run_main
 from megatron_lengen.models import build  # noqa: F401  (imported before the forks)
