@@ -12,12 +12,15 @@ import difflib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
 EXIT_FAULT = 1
+# Seconds that rank 0 has to say what all ranks found, before another one says it.
+PATIENCE = 20.0
 
 
 class BadInput(ValueError):
@@ -57,15 +60,27 @@ def run_main(main: Callable[[], int | None]) -> None:
     """Run an entry point and turn its result into an exit code.
 
     `BadInput` becomes one line on stderr of rank 0 and exit code 2, `Fault` the same with its own
-    code; `main` may return another code.
+    code; `main` may return another code. Another rank speaks where torchrun started it and rank 0
+    does not leave.
     """
     try:
         code = main() or 0
     except (BadInput, Fault) as error:
         if is_first_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            _wait_for_the_first()
+            print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         code = error.code if isinstance(error, Fault) else EXIT_BAD_INPUT
     sys.exit(code)
+
+
+def _wait_for_the_first() -> None:
+    """Give rank 0 time to speak: torchrun ends all of a machine's ranks as soon as one leaves.
+
+    Where rank 0 does not leave, the first of a machine's ranks to return ends the others.
+    """
+    time.sleep(PATIENCE * (1 + int(os.environ["LOCAL_RANK"]) / 4))
 
 
 class Parser(argparse.ArgumentParser):
