@@ -1,9 +1,15 @@
-"""Folders with a random model in both formats."""
+"""Folders with a random model in both formats, several to average, and the tool that does."""
+
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 from conversion_models import random_smollm3
 
 from megatron_lengen.convert.to_megatron import hf_to_checkpoint
+from megatron_lengen.errors import run_main
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +26,39 @@ def checkpoint_folder(hf_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     hf_to_checkpoint(hf_folder, folder, verify=False, report=lambda line: None)
     return folder
+
+
+@pytest.fixture(scope="session")
+def hf_models(tmp_path_factory):
+    """Three folders of one architecture with files besides the weights; not to be changed."""
+    root = tmp_path_factory.mktemp("hf")
+    for seed in range(3):
+        folder = root / f"step-{seed}"
+        random_smollm3(folder, layers=2, dtype=torch.bfloat16, seed=seed)
+        for name, text in (
+            ("tokenizer.json", '{"own":  %d}\r\n'),
+            ("modeling_mine.py", "# %d"),
+            ("trainer_state.json", "{}"),
+            ("README.md", "# step %d"),
+            ("additional_chat_templates/tools.jinja", "tools %d"),
+        ):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text % seed if "%" in text else text, newline="")
+    return root
+
+
+@pytest.fixture
+def average_tool(monkeypatch, capsys):
+    """Runs tools/checkpoint/average.py in this process: (exit code, stdout, stderr)."""
+    script = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "average.py"
+    spec = importlib.util.spec_from_file_location("average_tool", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["average.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            run_main(module.main)
+        return left.value.code, *capsys.readouterr()
+
+    return run
