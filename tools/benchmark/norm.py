@@ -6,10 +6,11 @@ of the same kind, so 2.0 means twice as slow as this package.
 
 GB/s are those of the ideal traffic: forward reads x and writes z, backward reads x and dz and
 writes dx. The share is of what a copy of as many bytes reaches in the same run, the limit of any
-such kernel.
+such kernel. On a CPU outputs above 32 MB are new pages each time, whose zeroing takes longer than any
+norm: the sizes are below that.
 
 Example:
-    python tools/benchmark/norm.py --rows 4096 --hidden 2048 --json norm.json
+    python tools/benchmark/norm.py --rows 2048 --hidden 2048 --json norm.json
     python tools/benchmark/norm.py --device cuda --rows 65536 --hidden 4096 --dtype bf16
 """
 
@@ -42,7 +43,7 @@ Norm = Callable[[Tensor, Tensor], Tensor]
 
 def build_parser() -> Parser:
     parser = Parser(prog="norm.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=4096, help="tokens (default: 4096)")
+    parser.add_argument("--rows", type=int, default=2048, help="tokens (default: 2048)")
     parser.add_argument("--hidden", type=int, default=2048, help="features (default: 2048)")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu",

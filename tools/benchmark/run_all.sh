@@ -71,7 +71,7 @@ on_cpu() {
     measure step_tiny_bf16_cpu step --device cpu --threads "$threads" --preset tiny --dtype bf16
     measure step_135m_cpu step --device cpu --threads "$threads" --preset 135m --repeat 2
     measure preprocess_cpu preprocess --workers 1 2
-    measure convert_cpu convert --size 1
+    measure convert_cpu convert --size 3
 }
 
 on_cuda() {
