@@ -96,6 +96,11 @@ def resolve(
     _fill(config, _batches(training, ranks))
     _fill(config, {"gradient_clipping": (optimizer.clip_grad, "--clip-grad")})
     zero = _zero(_section(config, "zero_optimization"))
+    require(
+        not (training.torch_compile and zero["stage"] == 3),
+        f"--torch-compile: found {FLAG} with zero_optimization.stage 3, whose hooks gather weights "
+        "inside the layers; allowed: stages 0 to 2",
+    )
     torch_adam = _is_torch_adam(_section(config, "optimizer"), optimizer)
     torch_adam |= not config.get("zero_force_ds_cpu_optimizer", True)
     _precision(config, model.bf16, zero["stage"])

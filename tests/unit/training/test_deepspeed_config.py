@@ -183,6 +183,13 @@ def test_refused_in_one_line(resolve, config, flags, says):
     assert message.startswith("--deepspeed-config: ") and says in message
 
 
+def test_layers_that_gather_their_weights_are_not_compiled(resolve):
+    config = {"zero_optimization": {"stage": 3}}
+    message = refused(resolve, config, "--torch-compile")
+    assert message.startswith("--torch-compile: ") and "allowed: stages 0 to 2" in message
+    resolve({"zero_optimization": {"stage": 2}}, "--torch-compile")
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [
