@@ -6,8 +6,8 @@ of the same kind, so 2.0 means twice as slow as this package.
 
 GB/s are those of the ideal traffic: forward reads x and writes z, backward reads x and dz and
 writes dx. The share is of what a copy of as many bytes reaches in the same run, the limit of any
-such kernel. On a CPU outputs above 32 MB are new pages each time, whose zeroing takes longer than any
-norm: the sizes are below that.
+such kernel. On a CPU outputs above 32 MB are new pages each time, whose zeroing takes longer than
+any norm: the default sizes are below that.
 
 Example:
     python tools/benchmark/norm.py --rows 2048 --hidden 2048 --json norm.json
