@@ -31,17 +31,27 @@ def run(
 
 
 @triton.jit
+def _joined(top, sum_of, values):
+    """Largest logit and sum of exponentials with a block's logits [BLOCK]."""
+    higher = tl.maximum(top, tl.max(values, 0))
+    return higher, sum_of * tl.exp(top - higher) + tl.sum(tl.exp(values - higher), 0)
+
+
+@triton.jit
 def measure(logits, labels, largest, total, label, row_stride, columns, BLOCK: tl.constexpr):
     """A row's largest logit, sum of exponentials and label's logit."""
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * row_stride
     top, sum_of = float("-inf"), 0.0
-    for first in range(0, columns, BLOCK):
-        at = first + tl.arange(0, BLOCK)
+    # A block that needs no mask is read 16 bytes at a time even if the vocabulary is odd.
+    whole = columns // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        values = tl.load(x + first + tl.arange(0, BLOCK)).to(tl.float32)
+        top, sum_of = _joined(top, sum_of, values)
+    if whole < columns:
+        at = whole + tl.arange(0, BLOCK)
         values = tl.load(x + at, mask=at < columns, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(values, 0))
-        sum_of = sum_of * tl.exp(top - higher) + tl.sum(tl.exp(values - higher), 0)
-        top = higher
+        top, sum_of = _joined(top, sum_of, values)
     column = tl.load(labels + row)
     here = (column >= 0) & (column < columns)
     tl.store(largest + row, top)
@@ -50,16 +60,26 @@ def measure(logits, labels, largest, total, label, row_stride, columns, BLOCK: t
 
 
 @triton.jit
+def _gradient(values, at, label, largest, total, factor):
+    """factor * (softmax - one-hot of the label) of logits in columns `at`, in their dtype."""
+    shares = tl.exp(values.to(tl.float32) - largest) / total
+    return (factor * tl.where(at == label, shares - 1.0, shares)).to(values.dtype)
+
+
+@triton.jit
 def differentiate(
     logits, labels, largest, total, factors, row_stride, columns, BLOCK: tl.constexpr
 ):
-    """factor * (softmax - one-hot of the label) in place of a block of a row's logits."""
+    """The gradient in place of a block of a row's logits."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
     x = logits + row * row_stride + at
-    inside = at < columns
-    factor = tl.load(factors + row)
-    values = tl.load(x, mask=inside, other=float("-inf")).to(tl.float32)
-    shares = tl.exp(values - tl.load(largest + row)) / tl.load(total + row)
-    shares = tl.where(at == tl.load(labels + row), shares - 1.0, shares)
-    tl.store(x, (factor * shares).to(logits.dtype.element_ty), mask=inside)
+    label, factor = tl.load(labels + row), tl.load(factors + row)
+    top, sum_of = tl.load(largest + row), tl.load(total + row)
+    if first + BLOCK <= columns:
+        tl.store(x, _gradient(tl.load(x), at, label, top, sum_of, factor))
+    else:
+        inside = at < columns
+        values = tl.load(x, mask=inside, other=float("-inf"))
+        tl.store(x, _gradient(values, at, label, top, sum_of, factor), mask=inside)

@@ -52,7 +52,7 @@ def _hat_grad(
     NORM: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x / rms, and the gradient at x_hat; `moments`: mean and d loss / d (mean, variance) / D."""
+    """x / rms, and the gradient at x_hat; `moments`: `_moments_of`, or None for constants."""
     unit, hat = normalized(tile, inverse, gains, NORM)
     grad = grad.to(tl.float32)
     if DROPOUT:
@@ -69,12 +69,9 @@ def _hat_grad(
 
 @triton.jit
 def _moments_of(mean, mean_grad, variance_grad, row, rows, D: tl.constexpr):
-    """What `_hat_grad` calls moments; None where the coefficients are constants."""
-    if mean is None:
-        return None
-    else:
-        shift, scale = number_of(mean_grad, row, rows) / D, number_of(variance_grad, row, rows) / D
-        return number_of(mean, row, rows), shift, scale
+    """Mean and d loss / d (mean, variance) / D of rows."""
+    shift, scale = number_of(mean_grad, row, rows) / D, number_of(variance_grad, row, rows) / D
+    return number_of(mean, row, rows), shift, scale
 
 
 @triton.jit
@@ -116,7 +113,9 @@ def backward(
         next_position, next_sample = position, sample
         if DROPOUT:
             next_position, next_sample = coordinates(positions, samples, next_row, rows, BATCH)
-        moments = _moments_of(mean, mean_grad, variance_grad, row, rows, D)
+        moments = None
+        if mean is not None:
+            moments = _moments_of(mean, mean_grad, variance_grad, row, rows, D)
         unit, hat_grad = _hat_grad(
             tile, grad, gains, inverse, a, moments, position, sample,
             key_low, key_high, stream, first_channel, threshold, 0,
@@ -148,7 +147,9 @@ def backward_wide(
     for number in range(first, rows, step):
         row = number * R + tl.arange(0, R)
         inverse, a = number_of(rstd, row, rows), number_of(alpha, row, rows)
-        moments = _moments_of(mean, mean_grad, variance_grad, row, rows, D)
+        moments = None
+        if mean is not None:
+            moments = _moments_of(mean, mean_grad, variance_grad, row, rows, D)
         position, sample = row.to(tl.uint32), row.to(tl.uint32)
         if DROPOUT:
             position, sample = coordinates(positions, samples, row, rows, BATCH)

@@ -46,12 +46,12 @@ def inside_only(values, inside, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_gains(gain, start, D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr = 1):
-    """[R, BLOCK] of the gain; None without one.
+    """[R, BLOCK] of the gain; 1 without one, since Triton 3.6 cannot return None.
 
     With the R of a tile its elements lie in registers as the tile's do, at the price of more reads.
     """
     if gain is None:
-        return None
+        return tl.full([1, BLOCK], 1.0, tl.float32)
     else:
         column = tl.zeros([R, 1], tl.int32) + (start + tl.arange(0, BLOCK))[None, :]
         return tl.load(gain + column, mask=column < D, other=0.0)

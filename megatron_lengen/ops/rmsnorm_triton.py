@@ -24,8 +24,9 @@ from megatron_lengen.ops.rmsnorm_paths import Found, TorchKernels
 from megatron_lengen.ops.variants import get_variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Threads of a multiprocessor in backward: as many as have the registers, for kernels as compiled.
-_THREADS = 512
+# Threads of a multiprocessor in backward: as many as have the registers, for kernels as compiled;
+# fp32 takes more of them. A program for which there is no room would begin when others end.
+_THREADS, _THREADS_OF_FP32 = 512, 384
 _PROCESSORS = 8  # where there is no GPU to ask: Triton's interpreter
 
 
@@ -129,7 +130,8 @@ class TritonKernels(TorchKernels):
     def backward(self, x, gain, rstd, alpha, mean, statistics_grads, dz, total_grad, dropout):
         d, tile = x.shape[-1], backward_tile(x.shape[-1])
         dx, partial, gain_grad = torch.empty_like(x), None, None
-        programs = programs_for(_rows(x), tile, _processors(x.device))
+        threads = _THREADS_OF_FP32 if x.dtype == torch.float32 else _THREADS
+        programs = programs_for(_rows(x), tile, _processors(x.device), threads)
         wide = not tile.holds(d)
         if gain is not None:
             make = torch.zeros if wide else torch.empty
@@ -160,9 +162,13 @@ class TritonKernels(TorchKernels):
         return dx, gain_grad
 
 
-def programs_for(rows: int, tile: Tile, processors: int) -> int:
-    """How many programs share the rows in backward, and with them the gain's partial sums."""
-    return min(triton.cdiv(rows, tile.rows), processors * max(_THREADS // (32 * tile.warps), 1))
+def programs_for(rows: int, tile: Tile, processors: int, threads: int) -> int:
+    """How many programs share the rows in backward, and with them the gain's partial sums.
+
+    Args:
+        threads: of each processor.
+    """
+    return min(triton.cdiv(rows, tile.rows), processors * max(threads // (32 * tile.warps), 1))
 
 
 def _numbers(x: Tensor, wanted: bool = True) -> Tensor | None:

@@ -18,8 +18,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron_lengen.data.datasets import Batch
-from megatron_lengen.layers.context_parallel import positions_of_rank, tokens_of_rank
-from megatron_lengen.layers.coordinates import set_documents, set_samples
+from megatron_lengen.layers.context_parallel import tokens_of_rank
+from megatron_lengen.layers.coordinates import local_positions, set_documents, set_samples
 from megatron_lengen.runtime import host
 from megatron_lengen.runtime.agreement import finite_on_all
 from megatron_lengen.training.arguments import Settings
@@ -120,19 +120,22 @@ class Stepper:
         return [report["lm_loss"] for report in reports]
 
     def forward_step(self, data: Iterator[Batch] | None, chunk: nn.Module) -> tuple[Tensor, Any]:
-        """Called by the schedule for each micro-batch on every stage."""
+        """Called by the schedule for each micro-batch on every stage.
+
+        On a GPU nothing here waits for it: it computes one micro-batch while the next is launched.
+        """
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         set_samples(self._samples(model.decoder.layers[0].current_microbatch))
         tokens = positions = labels = loss_mask = None
         if data is not None:
             batch = next(data)
             tokens, labels, loss_mask = (
-                tokens_of_rank(batch[key]).to(host.device())
+                tokens_of_rank(batch[key]).to(host.device(), non_blocking=True)
                 for key in ("tokens", "labels", "loss_mask")
             )
             if self.settings.model.document_boundaries == "mask":
-                set_documents(batch["documents"].to(host.device()))
-            positions = positions_of_rank(tokens.shape[1]).to(tokens.device).expand_as(tokens)
+                set_documents(batch["documents"].to(host.device(), non_blocking=True))
+            positions = local_positions(tokens.shape[1], sequence_sharded=False).expand_as(tokens)
         scored: dict[str, Tensor | None] = {"labels": None}
         if model.post_process:
             scored = {"labels": labels, "loss_mask": loss_mask}
@@ -154,7 +157,7 @@ class Stepper:
         ranks = self.settings.data_parallel_size
         first = self.first_sample + micro_batch * rows * ranks
         first += parallel_state.get_data_parallel_rank() * rows
-        return torch.arange(first, first + rows)
+        return torch.arange(first, first + rows, device=host.device())
 
 
 def sum_reports(reports: list[Tensor]) -> tuple[float, int]:

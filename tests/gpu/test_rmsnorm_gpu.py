@@ -248,11 +248,12 @@ def test_rate_zero_is_bitwise_the_plain_norm(variant, dtype):
 
 
 def test_plain_norm_rounds_where_hugging_faces_does():
-    """Sums in another order move x / rms over a rounding boundary: rarely, and no further."""
+    """Sums in another order move x / rms over a rounding boundary: rarely, and by one step of x /
+    rms, which the gain can make two of the product."""
     x, gain, _ = on_gpu((512, 2, 2048), torch.bfloat16)
     found, expected = rms_norm_dropout(x, gain, EPS), rms_norm(x, gain, EPS)
     bits = [t.detach().view(torch.int16).int() for t in (found, expected)]
-    assert (bits[0] - bits[1]).abs().max() <= 1
+    assert (bits[0] - bits[1]).abs().max() <= 2
     assert (bits[0] != bits[1]).double().mean() < 1e-3
 
 

@@ -214,7 +214,8 @@ def error_of_two_dimensions() -> float:
 def small_tiles() -> Found:
     """Rows wider than a tile, and programs that have several tiles."""
     rmsnorm_triton.forward_tile = rmsnorm_triton.backward_tile = lambda d: Tile(1, 32, 1)
-    rmsnorm_triton._PROCESSORS, rmsnorm_triton._THREADS = 1, 64
+    rmsnorm_triton._PROCESSORS = 1
+    rmsnorm_triton._THREADS = rmsnorm_triton._THREADS_OF_FP32 = 64
     found: Found = {"several tiles": error_of((7, 1, 24), "vpad", detach=(False, False))}
     found["wide residual"] = error_of_residual("vpad", torch.float32, 39)
     for dtype in DTYPES:

@@ -362,3 +362,27 @@ def test_what_does_not_belong_together_is_refused(change, message):
 def test_more_tokens_than_rows_of_the_weight_are_refused():
     with pytest.raises(ValueError, match="vocabulary 76 with 75 rows"):
         linear_cross_entropy(*inputs(), vocabulary=ROWS + 1)
+
+
+def test_on_gpus_rows_of_logits_begin_at_multiples_of_128_bytes():
+    hidden = torch.empty(5, 8, dtype=torch.bfloat16, device="meta")
+    logits = module.logits_memory(hidden, 5, 50257)
+    assert logits.shape == (5, 50257) and logits.stride() == (50304, 1)
+    assert module.logits_memory(hidden, 5, 64).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_logits_may_lie_apart(monkeypatch, dtype):
+    """As they do on GPUs."""
+
+    def apart(hidden: Tensor, tokens: int, columns: int) -> Tensor:
+        return hidden.new_full((tokens, columns + 5), torch.nan)[:, :columns]
+
+    x, w, labels = inputs(dtype)
+    results = []
+    for memory in (module.logits_memory, apart):
+        monkeypatch.setattr(module, "logits_memory", memory)
+        losses = linear_cross_entropy(x, w, labels, torch.ones(len(x)), chunk=7)
+        results.append((losses, *torch.autograd.grad(losses.sum(), (x, w))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from megatron_lengen.ops import rmsnorm_triton
 from megatron_lengen.ops.rmsnorm_triton import Tile, backward_tile, forward_tile, programs_for
 
 HERE = Path(__file__).parent
@@ -102,9 +104,28 @@ def test_tiles_hold_rows_in_few_registers_and_fill_warps(tile_for, most, d):
 
 
 def test_programs_are_as_many_as_the_processors_hold_or_there_are_tiles():
-    assert programs_for(5, Tile(2, 2048, 8), 132) == 3
-    assert programs_for(10**6, Tile(1, 2048, 4), 132) == 132 * 4
-    assert programs_for(10**6, Tile(1, 8192, 16), 132) == 132
+    assert programs_for(5, Tile(2, 2048, 8), 132, 512) == 3
+    assert programs_for(10**6, Tile(1, 2048, 4), 132, 512) == 132 * 4
+    assert programs_for(10**6, Tile(1, 2048, 4), 132, 384) == 132 * 3
+    assert programs_for(10**6, Tile(1, 8192, 16), 132, 384) == 132
+
+
+def test_no_kernel_returns_none():
+    """Triton 3.6 refuses to compile what later versions and the interpreter take."""
+    files = sorted(Path(rmsnorm_triton.__file__).parent.glob("*_kernels.py"))
+    found = {}
+    for file in files:
+        functions = [node for node in ast.parse(file.read_text()).body if _is_compiled(node)]
+        found[file.name] = len(functions)
+        for node in (node for function in functions for node in ast.walk(function)):
+            if isinstance(node, ast.Return):
+                assert not isinstance(node.value, ast.Constant), f"{file.name}:{node.lineno}"
+    assert found["rmsnorm_tile_kernels.py"] > 5 and found["entmax_kernels.py"] > 5
+
+
+def _is_compiled(node: ast.stmt) -> bool:
+    of = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return any("triton.jit" in ast.unparse(decorator) for decorator in of)
 
 
 @pytest.mark.parametrize("capability, features, dtype", [(90, 2048, "bfloat16")])
