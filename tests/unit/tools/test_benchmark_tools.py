@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -255,6 +256,30 @@ def test_every_variant_has_flags_that_are_known(load, tmp_path, name, quick):
         flags, "", **({"decoder": "mamba2"} if "mamba" in Path(script).name else {})
     )
     assert settings.model.seq_length == (128 if quick else 4096)
+
+
+def test_sides_that_are_measured_apart_are_never_there_together(
+    load, process_groups, monkeypatch, tmp_path
+):
+    step = load("step")
+    optimizers = []
+
+    class Noted(step.Ours):
+        def __init__(self, *args) -> None:
+            assert [optimizer() for optimizer in optimizers] == [None] * len(optimizers)
+            super().__init__(*args)
+            optimizers.append(weakref.ref(self.engine.optimizer))
+            # Of a form that is measured the results are there, whatever becomes of the next.
+            stored = json.loads(file.read_text())["results"] if file.exists() else []
+            assert [row["form"] for row in stored] == ["ours"][: len(optimizers) - 1]
+
+    monkeypatch.setattr(step, "Ours", Noted)
+    file = tmp_path / "step.json"
+    args = step.build_parser().parse_args(
+        f"--layers 1 --batch 1 --length 8 --repeat 1 --threads 1 --device cpu --json {file}".split()
+    )
+    found = step._apart(args, *(torch.zeros(1, 8, dtype=torch.int64) for _ in range(2)))
+    assert len(optimizers) == 2 and list(found[1]) == ["ours", "ours, vpad"]
 
 
 def test_tests_of_cuda_take_turns(load):
