@@ -236,6 +236,26 @@ def test_a_failed_stage_says_why(load, tmp_path):
     assert check.why(check.run_for(["true"], 20, tmp_path / "log")) == ""
 
 
+def test_runs_without_time_are_left_out_and_the_rest_is_kept(load, monkeypatch, tmp_path):
+    check = load("gpu_check")
+    given = []
+
+    def run_for(command: list[str], seconds: float, log: Path):
+        given.append(seconds)
+        run.end -= seconds  # as if it took all of it
+        return check.Outcome(seconds, f"stopped after {seconds:.0f} s", [])
+
+    monkeypatch.setattr(check, "run_for", run_for)
+    flags = "--minutes 1.6 --variants none vpad window nape mamba2"
+    args = check.build_parser().parse_args(flags.split())
+    run = check.Check(args, tmp_path, tmp_path)
+    run.training()
+    # 91 s: two shares of six for the first, then a quarter of the rest, but 20 at least.
+    assert given == pytest.approx([30.3, 20, 20, 20], abs=0.1)
+    stages = json.loads((tmp_path / "gpu_check.json").read_text())["stages"]
+    assert [stage["status"] for stage in stages] == ["failed"] * 4 + ["left out"]
+
+
 def test_every_stage_has_commands_that_its_script_knows(load, tmp_path):
     stages = load("gpu_stages")
     for name, stage in stages.BENCHMARKS.items():
