@@ -271,7 +271,7 @@ def _apart(args: argparse.Namespace, tokens: Tensor, labels: Tensor) -> Measured
     memory: dict[str, int] = {}
     for form, vpad in (("ours", None), ("ours, vpad", args.vpad)):
         side = Ours(args, vpad)
-        # Nothing of a side stays: its configuration alone would keep the optimizer, and with it all.
+        # Nothing of a side may stay: its configuration alone keeps the optimizer, and with it all.
         operations = flops_per_token(side.settings.model)
         (times[form],) = shortest([functools.partial(side.step, tokens, labels)], args.repeat)
         del side
