@@ -18,8 +18,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron_lengen.data.datasets import Batch
-from megatron_lengen.layers.context_parallel import positions_of_rank, tokens_of_rank
-from megatron_lengen.layers.coordinates import set_documents, set_samples
+from megatron_lengen.layers.context_parallel import tokens_of_rank
+from megatron_lengen.layers.coordinates import local_positions, set_documents, set_samples
 from megatron_lengen.runtime import host
 from megatron_lengen.runtime.agreement import finite_on_all
 from megatron_lengen.training.arguments import Settings
@@ -132,7 +132,7 @@ class Stepper:
             )
             if self.settings.model.document_boundaries == "mask":
                 set_documents(batch["documents"].to(host.device()))
-            positions = positions_of_rank(tokens.shape[1]).to(tokens.device).expand_as(tokens)
+            positions = local_positions(tokens.shape[1], sequence_sharded=False).expand_as(tokens)
         scored: dict[str, Tensor | None] = {"labels": None}
         if model.post_process:
             scored = {"labels": labels, "loss_mask": loss_mask}
