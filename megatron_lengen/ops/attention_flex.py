@@ -24,6 +24,7 @@ BLOCK = 128
 _MOST_COMPILED_FORMS = 64
 
 
+@torch.compiler.disable  # what is compiled here is compiled once, not in every compiled layer
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
     """Softmax attention without dropout of weights, equal to `naive_attention`.
 
