@@ -126,12 +126,13 @@ class Stepper:
         tokens = positions = labels = loss_mask = None
         if data is not None:
             batch = next(data)
+            # From pinned memory: nothing waits for the device.
             tokens, labels, loss_mask = (
-                tokens_of_rank(batch[key]).to(host.device())
+                tokens_of_rank(batch[key]).to(host.device(), non_blocking=True)
                 for key in ("tokens", "labels", "loss_mask")
             )
             if self.settings.model.document_boundaries == "mask":
-                set_documents(batch["documents"].to(host.device()))
+                set_documents(batch["documents"].to(host.device(), non_blocking=True))
             positions = local_positions(tokens.shape[1], sequence_sharded=False).expand_as(tokens)
         scored: dict[str, Tensor | None] = {"labels": None}
         if model.post_process:
@@ -154,7 +155,7 @@ class Stepper:
         ranks = self.settings.data_parallel_size
         first = self.first_sample + micro_batch * rows * ranks
         first += parallel_state.get_data_parallel_rank() * rows
-        return torch.arange(first, first + rows)
+        return torch.arange(first, first + rows, device=host.device())
 
 
 def sum_reports(reports: list[Tensor]) -> tuple[float, int]:
