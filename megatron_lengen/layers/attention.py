@@ -19,6 +19,7 @@ from megatron_lengen.layers.coordinates import current_documents, current_sample
 from megatron_lengen.layers.dropout import DropoutSite
 from megatron_lengen.layers.positions import head_slopes
 from megatron_lengen.ops.attention import attention
+from megatron_lengen.ops.constants import constant
 from megatron_lengen.ops.weighting import WeightDropout, Weighting
 
 
@@ -33,7 +34,7 @@ class CausalAttention(MegatronModule):
         self.window = config.sliding_window if windowed else None
         self.scale = softmax_scale
         self.alpha = config.entmax_alpha if config.attention_function == "entmax" else 1.0
-        self.slopes = head_slopes(config)
+        self.slopes = tuple(head_slopes(config))
         self.site: DropoutSite | None = None
 
     def forward(
@@ -85,7 +86,7 @@ class CausalAttention(MegatronModule):
         return Weighting(
             window=self.window,
             scale=self.scale,
-            slopes=torch.tensor(slopes, device=query.device) if any(slopes) else None,
+            slopes=constant(slopes, torch.float32, query.device) if any(slopes) else None,
             documents=current_documents(),
             alpha=self.alpha,
             dropout=dropout,

@@ -41,7 +41,8 @@ def tokens_of_rank(rows: Tensor) -> Tensor:
     if ranks == 1:
         return rows
     mine = chunks_of_rank(parallel_state.get_context_parallel_rank(), ranks)
-    return rows.unflatten(1, (2 * ranks, -1))[:, mine].flatten(1, 2)
+    chunks = rows.unflatten(1, (2 * ranks, -1)).unbind(1)
+    return torch.cat([chunks[chunk] for chunk in mine], dim=1)
 
 
 def attend_across_ranks(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
@@ -84,5 +85,7 @@ def _gather_row(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # Rank by rank, two chunks each -> chunk by chunk.
     held = [chunk for rank in range(ranks) for chunk in chunks_of_rank(rank, ranks)]
     place = [held.index(chunk) for chunk in range(2 * ranks)]
-    ordered = both.unflatten(0, (2 * ranks, -1))[place].flatten(0, 1)
+    # Not by indices: those would have to be copied to the device, which waits for it.
+    chunks = both.unflatten(0, (2 * ranks, -1)).unbind(0)
+    ordered = torch.cat([chunks[i] for i in place])
     return ordered.split((k.shape[-1], v.shape[-1]), dim=-1)

@@ -106,7 +106,8 @@ def query_positions(length: int) -> Tensor:
     documents = current_documents()
     if documents is None:
         first = get_cuda_rng_tracker().get_states().get(_FIRST)
-        return positions_of_rank(length)[:, None] + (0 if first is None else first)
+        positions = local_positions(length, sequence_sharded=False)[:, None]
+        return positions if first is None else positions + first
     positions = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     starts = torch.where(begins, positions, 0).cummax(dim=1).values

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers.coordinates import query_positions
 from megatron_lengen.layers.positions import heads_without_positions
+from megatron_lengen.ops.constants import constant
 
 # The coefficient of a scaling that starts as the identity.
 _FIRST_COEFFICIENT = 5e-4
@@ -56,7 +57,7 @@ class QueryScaling(MegatronModule):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         heads = config.num_attention_heads // ranks
         first = heads * parallel_state.get_tensor_model_parallel_rank()
-        self.scaled = scaled_heads(config, layer_number - 1)[first : first + heads]
+        self.scaled = tuple(scaled_heads(config, layer_number - 1)[first : first + heads])
         shapes: dict[str, tuple[int, ...]] = {}
         if config.query_scaling == "learned":
             shapes = dict.fromkeys(("coef_weight", "pow_weight"), (heads, config.hidden_size))
@@ -82,7 +83,7 @@ class QueryScaling(MegatronModule):
         factor = self._learned(x, p) if config.query_scaling == "learned" else self._of_length(p)
         if all(self.scaled):
             return factor
-        return torch.where(torch.tensor(self.scaled, device=x.device), factor, 1.0)
+        return torch.where(constant(self.scaled, torch.bool, x.device), factor, 1.0)
 
     def sharded_state_dict(
         self,

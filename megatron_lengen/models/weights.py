@@ -2,16 +2,19 @@
 
 A parameter's full tensor is drawn from a generator seeded by its global name, then cut to the
 rank's shard, so tensor and pipeline parallelism start from the same model as a single process.
-One full tensor is in memory at a time. Distributions are Megatron's: normal with
---init-method-std, divided by sqrt(2 layers) for the projections that feed the residual stream;
-gains are 1, biases 0. Mamba2 blocks have rules of their own (mamba_weights).
+A few threads draw, each a full tensor that is in memory for that time. Distributions are
+Megatron's: normal with --init-method-std, divided by sqrt(2 layers) for the projections that feed
+the residual stream; gains are 1, biases 0. Mamba2 blocks have rules of their own (mamba_weights).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from megatron.core import parallel_state
@@ -25,6 +28,7 @@ from megatron_lengen.models import mamba_weights
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+_MOST_THREADS = 4
 
 
 def global_name(name: str, model: LanguageModule) -> str:
@@ -40,17 +44,32 @@ def global_name(name: str, model: LanguageModule) -> str:
 @torch.no_grad()
 def initialize_weights(model: LanguageModule, config: LengenConfig) -> None:
     """Draw every parameter of a model chunk."""
-    for name, parameter in model.named_parameters():
-        name = global_name(name, model)
-        if hasattr(parameter, "parts"):
-            shape = list(parameter.shape[1:])
-            drawn = (
-                _draw(key, [part.rows, *shape], config) for part, key in _parts(name, parameter)
-            )
-            parameter.copy_(_joined(parameter, drawn))
-            continue
-        full = _draw(name, _full_shape(name, parameter, config), config)
-        parameter.copy_(cut_to_rank(name, full, parameter, config))
+    named = [(global_name(name, model), parameter) for name, parameter in model.named_parameters()]
+
+    def draw(name: str, parameter: nn.Parameter) -> Tensor:
+        if not hasattr(parameter, "parts"):
+            full = _draw(name, _full_shape(name, parameter, config), config)
+            return cut_to_rank(name, full, parameter, config)
+        shape = list(parameter.shape[1:])
+        drawn = (_draw(key, [part.rows, *shape], config) for part, key in _parts(name, parameter))
+        return _joined(parameter, drawn)
+
+    threads = _threads()
+    with ThreadPoolExecutor(threads) as pool:
+        # Threads only draw: on a GPU other than the first they would copy from its context.
+        drawn = deque(pool.submit(draw, *one) for one in named[:threads])
+        for number, (_, parameter) in enumerate(named):
+            parameter.copy_(drawn.popleft().result())
+            if number + threads < len(named):
+                drawn.append(pool.submit(draw, *named[number + threads]))
+
+
+def _threads() -> int:
+    """How many tensors to draw at a time: by this rank's share of the cores, few for memory."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(1, min(_MOST_THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @torch.no_grad()

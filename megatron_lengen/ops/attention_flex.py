@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lengen.ops.constants import constant
 from megatron_lengen.ops.weighting import Weighting, check_shapes
 
 BLOCK = 128
@@ -23,6 +24,7 @@ BLOCK = 128
 _MOST_COMPILED_FORMS = 64
 
 
+@torch.compiler.disable  # what is compiled here is compiled once, not in every compiled layer
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting) -> Tensor:
     """Softmax attention without dropout of weights, equal to `naive_attention`.
 
@@ -68,7 +70,7 @@ def _bias(slopes: Tensor | None, offset: int) -> Callable[..., Tensor] | None:
     """ALiBi's bias in FlexAttention's form; query i is key i + offset of the row."""
     if slopes is None:
         return None
-    first = torch.tensor(offset, device=slopes.device)
+    first = constant(offset, torch.int64, slopes.device, "bias")
     return lambda score, b, h, i, j: score - slopes[h] * (i + first - j)
 
 
@@ -154,10 +156,8 @@ def _visible(places: _Places) -> Callable[..., Tensor]:
 
     Numbers are tensors, so that one compiled form serves every offset and window.
     """
-    offset = torch.tensor(places.keys - places.queries, device=places.device)
-    reach = torch.tensor(
-        places.keys if places.window is None else places.window, device=places.device
-    )
+    offset = constant(places.keys - places.queries, torch.int64, places.device, "offset")
+    reach = constant(places.window or places.keys, torch.int64, places.device, "reach")
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + offset - j

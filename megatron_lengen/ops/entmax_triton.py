@@ -49,6 +49,7 @@ def blocks_for(channels: int, dtype: torch.dtype) -> Blocks:
     return Blocks(32, 32, 8) if wide else Blocks(64, 32, 8)
 
 
+@torch.compiler.disable  # --torch-compile would trace Triton's own launching
 def entmax_attention(
     q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, blocks: Blocks | None = None
 ) -> Tensor:

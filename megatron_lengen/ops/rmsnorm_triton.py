@@ -186,6 +186,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@torch.compiler.disable  # it would trace the launch, and lose `enable_fp_fusion` on the way
 def _launch(
     kernel: Any,
     tile: Tile,

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from megatron.core.optimizer import (
     MegatronOptimizer,
+    clip_grads,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lengen.errors import require
 from megatron_lengen.runtime.agreement import finite_on_all
@@ -44,6 +44,8 @@ EMBEDDING_TABLES = ("*embedding.word_embeddings.weight", "*output_layer.weight")
 
 def build_optimizer(settings: Settings, chunks: list[nn.Module]) -> MegatronOptimizer:
     """AdamW with the run's weight-decay rule."""
+    if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", None):
+        clip_grads.l2_norm_impl = _norm_at_once
     overrides = _weight_decay_overrides(settings)
     optimizer = get_megatron_optimizer(settings.optimizer, chunks, config_overrides=overrides)
     for inner in members(optimizer):
@@ -112,10 +114,23 @@ def apply_gradients(optimizer: MegatronOptimizer) -> float:
     if math.isfinite(norm):
         for inner in members(optimizer):
             parameters = inner.get_parameters()
-            if parameters and inner.config.clip_grad > 0.0:
-                clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            factor = inner.config.clip_grad / (norm + 1e-6)  # Megatron-Core's
+            if gradients and 0.0 < factor < 1.0:
+                torch._foreach_mul_(gradients, factor)
         optimizer.step_with_ready_grads()
     return norm
+
+
+def _norm_at_once(
+    _chunk: int, _overflow: Tensor, lists: list[list[Tensor]], _each: bool
+) -> tuple[Tensor, None]:
+    """L2 norm [1] of all tensors of a list, in the form in which Megatron-Core calls it.
+
+    What it has itself without Transformer Engine and apex waits for the device once a tensor.
+    """
+    (tensors,) = lists
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))[None], None
 
 
 def load_scheduler(

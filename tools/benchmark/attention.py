@@ -157,6 +157,7 @@ def part_kinds(args: argparse.Namespace) -> list[dict]:
     rate = matmul_rate(args.device, DTYPES[args.dtype])
     end = time.monotonic() + (args.seconds or float("inf"))
     found: dict[str, list[dict]] = {kind: [] for kind in args.kinds}
+    results: list[dict] = []
     last: dict[tuple[str, str], tuple[int, float]] = {}  # a run before: its length and seconds
     for length in args.kind_lengths:
         for kind in args.kinds:
@@ -169,7 +170,10 @@ def part_kinds(args: argparse.Namespace) -> list[dict]:
                 ratio = taken / seconds["ours"] if "ours" in seconds else None
                 one = row("kinds", form, length, taken, ratio, work, kind)
                 found[kind].append({**one, "of_matmul_rate": work / taken / rate})
-    return [one for rows in found.values() for one in rows]
+            # Who stops this script has what there is.
+            results = [one for rows in found.values() for one in rows]
+            write_report(args.json, vars(args), results=results)
+    return results
 
 
 def kind_at(

@@ -2,7 +2,8 @@
 
 `gpu_check.sh` starts it. Each stage is a process (or several) that is stopped when its time is
 over; what it had written until then counts, and a stage that fails stops no other. What stages do
-not use goes to the training runs at the end.
+not use goes to the training runs at the end; runs for which no time is left are left out. What is
+found is in gpu_check.json after every stage.
 
 Example:
     bash tools/benchmark/gpu_check.sh --output results
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = (*BENCHMARKS, "train")
 TO_LEAVE = 5.0  # seconds between asking a process to leave and ending it
 STARTING = 12.0  # seconds of a training process before its first step
+LEAST, MOST = 20.0, 60.0  # seconds of a training process: less makes no step, more shows no more
+LEFT_OUT = "left out"
 TAIL = 15  # lines of a failed stage's output that are kept
 
 
@@ -140,6 +143,7 @@ class Check:
                 self.found[name] = json.loads(file.read_text())
                 rows = stage.rows(self.found[name])
             except (KeyError, TypeError, ValueError) as error:
+                self.found.pop(name, None)
                 reason = reason or f"its report: {type(error).__name__}: {error}"
         elif not reason:
             reason = "no report"
@@ -149,7 +153,14 @@ class Check:
         """A short run of every variant; the time that is left is shared."""
         names = self.args.variants
         for number, name in enumerate(names):
-            seconds = min(60.0, max(1.0, (self.left() - TO_LEAVE) / (len(names) - number)))
+            left = self.left() - TO_LEAVE
+            if left < LEAST:
+                self._note(f"train {name}", Outcome(0.0, "", []), "no time is left", [], LEFT_OUT)
+                continue
+            # The first compiles what others find compiled, and has two shares.
+            shares = 2 if number == 0 else 1
+            share = shares * left / (len(names) - number + shares - 1)
+            seconds = min(MOST, max(LEAST, share), left)
             metrics = self.scratch / f"{name}.jsonl"
             command = training_command(name, self.args.quick, metrics, self.scratch)
             minutes = max(2.0, seconds - STARTING) / 60
@@ -165,10 +176,17 @@ class Check:
             self.found[f"train {name}"] = figures
             self._note(f"train {name}", outcome, fault, rows)
 
-    def _note(self, name: str, outcome: Outcome, reason: str, rows: list[tuple[str, str]]) -> None:
+    def _note(
+        self,
+        name: str,
+        outcome: Outcome,
+        reason: str,
+        rows: list[tuple[str, str]],
+        status: str | None = None,
+    ) -> None:
         stage: dict[str, Any] = {
             "stage": name,
-            "status": "failed" if reason else "done",
+            "status": status or ("failed" if reason else "done"),
             "seconds": round(outcome.seconds, 1),
             "reason": reason,
             "rows": [{"what": what, "found": text} for what, text in rows],
@@ -178,11 +196,26 @@ class Check:
             stage["output"] = outcome.output[-TAIL:]
         self.stages.append(stage)
         print(described(stage), flush=True)
+        self.write()
+
+    def of_status(self, status: str) -> list[str]:
+        """Names of stages."""
+        return [stage["stage"] for stage in self.stages if stage["status"] == status]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """What is aimed at and what was found so far; tiny sizes say nothing of speed."""
+        return targets({} if self.args.quick else self.found)
+
+    def write(self) -> None:
+        """Everything so far into gpu_check.json."""
+        settings = {key: value for key, value in vars(self.args).items() if key != "output"}
+        file = str(self.folder / "gpu_check.json")
+        write_report(file, settings, stages=self.stages, targets=self.targets())
 
 
 def described(stage: dict[str, Any]) -> str:
     """A stage as lines of the table."""
-    head = f"{stage['stage']:<18} {stage['status']:<7} {stage['seconds']:>6.1f} s  "
+    head = f"{stage['stage']:<18} {stage['status']:<8} {stage['seconds']:>6.1f} s  "
     lines = [head + stage["reason"]]
     lines += [f"    {row['what']:<36} {row['found']}" for row in stage["rows"]]
     return "\n".join(line.rstrip() for line in lines)
@@ -215,12 +248,12 @@ def main() -> int:
                 check.benchmark(name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    aims = targets({} if args.quick else check.found)  # tiny sizes say nothing of speed
-    failed = [stage["stage"] for stage in check.stages if stage["status"] != "done"]
+    aims, failed = check.targets(), check.of_status("failed")
     print(f"\n{table_of_targets(aims)}")
-    print(f"{len(check.stages) - len(failed)} stages done, failed: {', '.join(failed) or 'none'}")
-    settings = {key: value for key, value in vars(args).items() if key != "output"}
-    write_report(str(folder / "gpu_check.json"), settings, stages=check.stages, targets=aims)
+    print(
+        f"{len(check.of_status('done'))} stages done, failed: {', '.join(failed) or 'none'}, left "
+        f"out: {', '.join(check.of_status(LEFT_OUT)) or 'none'}"
+    )
     missed = any(aim["outcome"] == "missed" for aim in aims)
     return int(bool(failed) or missed)
 

@@ -9,9 +9,9 @@
 #
 # A machine without a network brings what its Python lacks as wheels in CARRY (default: carry/ beside
 # this file): they are unpacked into a temporary folder and nothing is installed. With Python 3.12,
-# PyTorch and transformers there, megatron-core is all that is needed:
-#   pip download megatron-core entmax --no-deps --python-version 3.12 --only-binary=:all: \
-#       --dest tools/benchmark/carry
+# PyTorch, transformers and pytest there, megatron-core is all that is needed:
+#   pip download megatron-core==0.16.1 entmax --no-deps --python-version 3.12 \
+#       --only-binary=:all: --dest tools/benchmark/carry
 # Caches and logs go to a temporary folder; the repository stays as it is.
 #   CARRY    folder of wheels
 #   PYTHON   interpreter (default: python3)

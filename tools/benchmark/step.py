@@ -31,7 +31,6 @@ import torch
 from timing import check_device, report_file, shortest, write_report
 from torch import Tensor, nn
 
-from megatron_lengen.config import LengenConfig
 from megatron_lengen.errors import Parser, require, run_main
 from megatron_lengen.training.arguments import Settings
 
@@ -206,26 +205,35 @@ def vpad_hook(rate: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One result for each form of a step."""
-    from megatron_lengen.training.metrics import flops_per_token
-
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(0)
     rows = (args.batch, args.length + 1)
     text = torch.randint(0, PRESETS[args.preset][2], rows, generator=generator).to(args.device)
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     measured = _apart if args.apart else _in_turn
-    model, times, memory = measured(args, tokens, labels)
-    flops = flops_per_token(model) * tokens.numel()
-    found = []
+    return rows_of(args, *measured(args, tokens, labels))
+
+
+def rows_of(
+    args: argparse.Namespace, operations: float, times: dict[str, float], memory: dict[str, int]
+) -> list[dict[str, Any]]:
+    """Results of the forms that are measured.
+
+    Args:
+        operations: of a step on one token.
+        times: seconds of each form's step.
+        memory: bytes by form, where they are known.
+    """
+    found, tokens = [], args.batch * args.length
     for form, seconds in times.items():
         own = "ours, vpad" if form.endswith("vpad") else "ours"
         found.append(
             {
                 "form": form,
                 "seconds": seconds,
-                "tokens_per_second": tokens.numel() / seconds,
-                "tflops": flops / seconds / 1e12,
-                "mfu": _mfu(flops / seconds, args.device),
+                "tokens_per_second": tokens / seconds,
+                "tflops": operations * tokens / seconds / 1e12,
+                "mfu": _mfu(operations * tokens / seconds, args.device),
                 "memory_bytes": memory.get(form),
                 "ratio": seconds / times[own],
             }
@@ -233,11 +241,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-Measured = tuple[LengenConfig, dict[str, float], dict[str, int]]
+Measured = tuple[float, dict[str, float], dict[str, int]]
 
 
 def _in_turn(args: argparse.Namespace, tokens: Tensor, labels: Tensor) -> Measured:
-    """The model, and seconds of each form; all are in memory at once."""
+    """Operations of a token, and seconds of each form; all are in memory at once."""
+    from megatron_lengen.training.metrics import flops_per_token
+
     first = Ours(args, None)
     sides: dict[str, Any] = {"ours": first}
     if not args.no_peer:
@@ -249,16 +259,20 @@ def _in_turn(args: argparse.Namespace, tokens: Tensor, labels: Tensor) -> Measur
         sides["hugging face, vpad"] = HuggingFace(first.settings, weights, args, args.vpad)
     steps = [lambda side=side: side.step(tokens, labels) for side in sides.values()]
     times = dict(zip(sides, shortest(steps, args.repeat), strict=True))
-    return first.settings.model, times, {}
+    return flops_per_token(first.settings.model), times, {}
 
 
 def _apart(args: argparse.Namespace, tokens: Tensor, labels: Tensor) -> Measured:
-    """The model, seconds of each form, and on a GPU the most memory that it had."""
+    """Operations of a token, seconds of each form, and on a GPU the most memory that it had."""
+    from megatron_lengen.training.metrics import flops_per_token
+
+    operations = 0.0
     times: dict[str, float] = {}
     memory: dict[str, int] = {}
     for form, vpad in (("ours", None), ("ours, vpad", args.vpad)):
         side = Ours(args, vpad)
-        model = side.settings.model
+        # Nothing of a side may stay: its configuration alone keeps the optimizer, and with it all.
+        operations = flops_per_token(side.settings.model)
         (times[form],) = shortest([functools.partial(side.step, tokens, labels)], args.repeat)
         del side
         gc.collect()
@@ -266,7 +280,9 @@ def _apart(args: argparse.Namespace, tokens: Tensor, labels: Tensor) -> Measured
             memory[form] = torch.cuda.max_memory_allocated()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    return model, times, memory
+        # Who stops this script between the two has the first.
+        write_report(args.json, vars(args), results=rows_of(args, operations, times, memory))
+    return operations, times, memory
 
 
 def check_equal(sides: dict[str, Any], tokens: Tensor, labels: Tensor, dtype: str) -> None:

@@ -228,6 +228,23 @@ def small_tiles() -> Found:
     return found
 
 
+def launched_by_compiled_code() -> bool:
+    """Whether the compiler leaves the launch alone, and what is around it computes the same."""
+    x, gain, dz = tensors(3, 2, 33, torch.float32)
+    dropout = dropout_at("vpad", 3, 2)
+
+    def layer(x: Tensor) -> Tensor:
+        return rms_norm_dropout(x * 2, gain, EPS, dropout) + 1
+
+    found = []
+    for function in (layer, torch.compile(layer, backend="eager")):
+        z = function(x)
+        found.append((z, *torch.autograd.grad(z, (x, gain), dz)))
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return same and any("_launch" in reason for reason in breaks)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     register()
@@ -249,6 +266,7 @@ def main() -> None:
     for variant in (None, *names):
         found[f"kernels {variant}"] = kernels_of_forward(variant)
     found["kernels vpad, derivatives"] = kernels_of_forward("vpad", (False, False))
+    found["compiled"] = launched_by_compiled_code()
     print(json.dumps({**found, **edges(), **small_tiles()}))
 
 

@@ -108,6 +108,28 @@ def test_lengths_and_offsets_share_compiled_forms(monkeypatch):
     torch._dynamo.reset()
 
 
+def test_a_compiled_layer_calls_the_same_compiled_form(monkeypatch):
+    from torch._dynamo.utils import counters
+    from torch.nn.attention.flex_attention import flex_attention as uncompiled
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(uncompiled, fullgraph=True, backend="eager")
+    monkeypatch.setattr(attention_flex, "_kernel", lambda: compiled)
+    q, k, v = (x.detach() for x in inputs(160, 160, 2, channels=16))
+    weighting = weighting_of("window slopes", 160)
+
+    def layer(q):
+        return flex_attention(2 * q, k, v, weighting) + 1
+
+    expected = naive_attention(2 * q, k, v, weighting) + 1
+    found = torch.compile(layer, backend="eager")(q)
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-5)
+    # In front of it, itself, and behind it.
+    assert counters["stats"]["unique_graphs"] == 3
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("names, alpha", [("", 1.5), ("dropout", 1.0)])
 def test_what_it_does_not_serve_is_refused(names, alpha):
     with pytest.raises(ValueError, match="softmax without dropout"):

@@ -90,6 +90,10 @@ def test_a_variant_with_a_twin_takes_one_kernel(found):
     assert found["kernels uneven"] == ["forward", "apply"]
 
 
+def test_compiled_layers_launch_them_as_others_do(found):
+    assert found["compiled"]
+
+
 @pytest.mark.parametrize("tile_for, most", [(forward_tile, 48), (backward_tile, 16)])
 @pytest.mark.parametrize(
     "d", [1, 8, 9, 64, 257, 576, 1536, 1537, 2048, 2560, 4096, 5120, 12288, 16384, 65536]

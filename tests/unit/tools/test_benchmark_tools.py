@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -235,6 +236,26 @@ def test_a_failed_stage_says_why(load, tmp_path):
     assert check.why(check.run_for(["true"], 20, tmp_path / "log")) == ""
 
 
+def test_runs_without_time_are_left_out_and_the_rest_is_kept(load, monkeypatch, tmp_path):
+    check = load("gpu_check")
+    given = []
+
+    def run_for(command: list[str], seconds: float, log: Path):
+        given.append(seconds)
+        run.end -= seconds  # as if it took all of it
+        return check.Outcome(seconds, f"stopped after {seconds:.0f} s", [])
+
+    monkeypatch.setattr(check, "run_for", run_for)
+    flags = "--minutes 1.6 --variants none vpad window nape mamba2"
+    args = check.build_parser().parse_args(flags.split())
+    run = check.Check(args, tmp_path, tmp_path)
+    run.training()
+    # 91 s: two shares of six for the first, then a quarter of the rest, but 20 at least.
+    assert given == pytest.approx([30.3, 20, 20, 20], abs=0.1)
+    stages = json.loads((tmp_path / "gpu_check.json").read_text())["stages"]
+    assert [stage["status"] for stage in stages] == ["failed"] * 4 + ["left out"]
+
+
 def test_every_stage_has_commands_that_its_script_knows(load, tmp_path):
     stages = load("gpu_stages")
     for name, stage in stages.BENCHMARKS.items():
@@ -255,6 +276,30 @@ def test_every_variant_has_flags_that_are_known(load, tmp_path, name, quick):
         flags, "", **({"decoder": "mamba2"} if "mamba" in Path(script).name else {})
     )
     assert settings.model.seq_length == (128 if quick else 4096)
+
+
+def test_sides_that_are_measured_apart_are_never_there_together(
+    load, process_groups, monkeypatch, tmp_path
+):
+    step = load("step")
+    optimizers = []
+
+    class Noted(step.Ours):
+        def __init__(self, *args) -> None:
+            assert [optimizer() for optimizer in optimizers] == [None] * len(optimizers)
+            super().__init__(*args)
+            optimizers.append(weakref.ref(self.engine.optimizer))
+            # Of a form that is measured the results are there, whatever becomes of the next.
+            stored = json.loads(file.read_text())["results"] if file.exists() else []
+            assert [row["form"] for row in stored] == ["ours"][: len(optimizers) - 1]
+
+    monkeypatch.setattr(step, "Ours", Noted)
+    file = tmp_path / "step.json"
+    args = step.build_parser().parse_args(
+        f"--layers 1 --batch 1 --length 8 --repeat 1 --threads 1 --device cpu --json {file}".split()
+    )
+    found = step._apart(args, *(torch.zeros(1, 8, dtype=torch.int64) for _ in range(2)))
+    assert len(optimizers) == 2 and list(found[1]) == ["ours", "ours, vpad"]
 
 
 def test_tests_of_cuda_take_turns(load):
