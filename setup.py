@@ -42,6 +42,6 @@ setup(
         "mamba": ["mamba-ssm", "causal-conv1d", "einops"],
         "deepspeed": ["deepspeed"],
         "eval": ["lm-eval"],
-        "dev": ["pytest", "scipy", "ruff", "mypy"],
+        "dev": ["pytest", "pytest-xdist", "scipy", "ruff", "mypy"],
     },
 )

@@ -1,10 +1,27 @@
-"""What many tests need once per process."""
+"""What many tests need once per process, and how the unit tests share the cores."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+UNIT = Path(__file__).parent / "unit"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Give all unit tests to as many workers as there are cores, where pytest-xdist is installed.
+
+    `-n 0` prevents it. The other tests start several processes each, and run one after the other.
+    """
+    asked = getattr(config.option, "numprocesses", 0)  # of a worker, too: that has none of its own
+    if asked is None and not hasattr(config, "workerinput"):
+        if [config.invocation_params.dir / argument for argument in config.args] == [UNIT]:
+            config.option.numprocesses = min(8, len(os.sched_getaffinity(0)))
+            config.option.dist = "worksteal"
 
 
 @pytest.fixture(scope="session")

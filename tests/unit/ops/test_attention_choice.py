@@ -99,7 +99,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("asked, packages, backend", CHOICES, ids=str)
+@pytest.mark.parametrize("asked, packages, backend", CHOICES)
 def test_the_first_that_serves_everything(asked, packages, backend):
     assert choose(asked, packages).backend == backend
 

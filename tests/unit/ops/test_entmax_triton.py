@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from attention_cases import inputs, weighting_of
+from triton_process import INTERPRETED, last_line, output_of
 
 NAMES = (
     "one key", "grouped heads", "slopes", "slopes and window", "documents", "window", "long",
     "part of a row", "odd heads", "wide heads", "strided", "shared marks",
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, float]:
-    worker = Path(__file__).with_name("entmax_kernels_worker.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(worker)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(last_line(output_of(HERE / "entmax_kernels_worker.py", **INTERPRETED)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,13 +57,6 @@ def test_what_the_kernels_do_not_serve_is_refused():
 )
 def test_they_compile_for_gpus(tmp_path, capability, channels, dtype, alpha):
     """In the shared memory that a program has from Ampere's small GPUs on."""
-    worker = Path(__file__).with_name("entmax_compile_worker.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(worker), str(capability), str(channels), dtype,
-         str(alpha)],
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert 0 < int(done.stdout.splitlines()[-1]) <= 99 * 1024
+    worker, cache = HERE / "entmax_compile_worker.py", {"TRITON_CACHE_DIR": str(tmp_path)}
+    memory = last_line(output_of(worker, capability, channels, dtype, alpha, **cache))
+    assert 0 < int(memory) <= 99 * 1024

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pure_philox
 import pytest
 import torch
+from triton_process import INTERPRETED, output_of
 
 from megatron_lengen.ops import native
 from megatron_lengen.ops.mask import (
@@ -138,21 +134,16 @@ print(" ".join(str(int(v) & 0xFFFFFFFF) for v in out))
 
 
 def test_triton_draws_the_same_words(tmp_path):
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    # The interpreter reads the functions' source, and must be chosen before triton is imported.
+    # The interpreter reads the functions' source.
     program = tmp_path / "words.py"
     program.write_text(_triton_program())
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, check=True
-    )
+    printed = output_of(program, **INTERPRETED)
     expected = [
         word
         for c0 in range(3, 7)
         for word in pure_philox.philox4x32_10((7 << 32) + 1234, (c0, 4095, 77, 35 << 20 | 1 << 12))
     ]
-    assert [int(word) for word in done.stdout.split()] == expected
+    assert [int(word) for word in printed.split()] == expected
 
 
 @pytest.mark.parametrize("first", [1, 5, 8, 13, 64])

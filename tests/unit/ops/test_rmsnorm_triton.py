@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from triton_process import INTERPRETED, last_line, output_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -22,14 +20,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "norm_kernels_worker.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(last_line(output_of(HERE / "norm_kernels_worker.py", **INTERPRETED)))
 
 
 def check(found: dict, *prefixes: str, count: int) -> None:
@@ -135,17 +126,13 @@ def _is_compiled(node: ast.stmt) -> bool:
 @pytest.mark.parametrize("capability, features, dtype", [(90, 2048, "bfloat16")])
 def test_they_compile_for_gpus(tmp_path, capability, features, dtype):
     """No register is spilled, memory is read and written 16 bytes at a time."""
-    worker = HERE / "norm_compile_worker.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(worker), str(capability), str(features), dtype],
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = json.loads(done.stdout.splitlines()[-1])
+    printed = output_of(
+        HERE / "norm_compile_worker.py", capability, features, dtype,
+        TRITON_CACHE_DIR=str(tmp_path), TRITON_DUMP_PTXAS_LOG="1",
+    )  # fmt: skip
+    kernels = json.loads(last_line(printed))
     assert set(kernels) == {"forward", "backward", "sum_partials"}
-    spilled = re.findall(r"(\d+) bytes spill", done.stdout)
+    spilled = re.findall(r"(\d+) bytes spill", printed)
     assert len(spilled) >= len(kernels) and set(spilled) == {"0"}
     # 16 bytes are 8 elements: x, the residual and the gain are read; the sum and z written.
     calls = {"forward": 32 // 8, "backward": 16 // 8}
