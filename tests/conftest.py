@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +17,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     `-n 0` prevents it. The other tests start several processes each, and run one after the other.
     """
     asked = getattr(config.option, "numprocesses", 0)  # of a worker, too: that has none of its own
-    if asked is None and not hasattr(config, "workerinput"):
-        if [config.invocation_params.dir / argument for argument in config.args] == [UNIT]:
-            config.option.numprocesses = min(8, len(os.sched_getaffinity(0)))
-            config.option.dist = "worksteal"
+    whole = [config.invocation_params.dir / argument for argument in config.args] == [UNIT]
+    if whole and asked is None and not hasattr(config, "workerinput"):
+        from megatron_lengen.runtime.cores import available_cores
+
+        config.option.numprocesses = min(8, available_cores())
+        config.option.dist = "worksteal"
 
 
 @pytest.fixture(scope="session")

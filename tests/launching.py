@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shlex
 import shutil
@@ -149,8 +148,3 @@ def kill_family(process: subprocess.Popen[Any]) -> None:
     for member in family:
         member.kill()
     process.wait()
-
-
-def processors() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_lengen.errors import BadInput
+from megatron_lengen.runtime.cores import available_cores
 
 _MOST_WORKERS = 4
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -91,7 +92,7 @@ class Pace:
 
 def default_workers() -> int:
     """Threads that a disk can keep up with."""
-    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    return min(_MOST_WORKERS, available_cores())
 
 
 def free_at_once() -> None:

@@ -7,7 +7,6 @@ number of workers.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from megatron_lengen.data.indexed import DatasetWriter, check_new_prefix, dtype_
 from megatron_lengen.data.texts import Batch, decode_batch, find_files, read_batches
 from megatron_lengen.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lengen.errors import BadInput, require
+from megatron_lengen.runtime.cores import available_cores
 
 # A worker pays for itself (it imports transformers) from about this much input on.
 BYTES_PER_WORKER = 16 << 20
@@ -150,7 +150,7 @@ def _require_documents(summary: Summary, text_key: str) -> None:
 
 def _worker_count(files: list[Path]) -> int:
     size = sum(path.stat().st_size for path in files)
-    return max(1, min(len(os.sched_getaffinity(0)), size // BYTES_PER_WORKER))
+    return max(1, min(available_cores(), size // BYTES_PER_WORKER))
 
 
 def _encode_all(batches: Iterable[Batch], job: Job, workers: int) -> Iterator[Encoded]:

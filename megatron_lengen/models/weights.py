@@ -25,6 +25,7 @@ from megatron_lengen.config import LengenConfig
 from megatron_lengen.layers import parts, query_scaling
 from megatron_lengen.mamba_config import Part
 from megatron_lengen.models import mamba_weights
+from megatron_lengen.runtime.cores import available_cores
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -66,10 +67,8 @@ def initialize_weights(model: LanguageModule, config: LengenConfig) -> None:
 
 def _threads() -> int:
     """How many tensors to draw at a time: by this rank's share of the cores, few for memory."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(1, min(_MOST_THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MOST_THREADS, share))
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Home, processors, settings
+from launching import ROOT, Home, settings
+
+from megatron_lengen.runtime.cores import available_cores
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_a_machine_without_gpus_runs_one_process_whatever_is_visible(home):
 
 def test_processors_are_shared_out(home):
     assert settings(home.command(NPROC_PER_NODE=2)) == {
-        "OMP_NUM_THREADS": str(max(1, processors() // 2)),
+        "OMP_NUM_THREADS": str(max(1, available_cores() // 2)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     given = {"OMP_NUM_THREADS": 7, "CUDA_DEVICE_MAX_CONNECTIONS": 8}

@@ -19,6 +19,7 @@ import torch
 from megatron_lengen.compat import versions
 from megatron_lengen.errors import require
 from megatron_lengen.ops.products import product
+from megatron_lengen.runtime.cores import available_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ("cpu", "cuda")
@@ -121,7 +122,7 @@ def machine() -> dict[str, Any]:
     """The processor and its cores, memory in GiB, the CUDA device if there is one."""
     found: dict[str, Any] = {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "gpu": None,
     }
