@@ -7,22 +7,25 @@ from pathlib import Path
 
 import pytest
 
-UNIT = Path(__file__).parent / "unit"
+# Tests of a GPU have it to themselves.
+SHARED = {Path(__file__).parent / name for name in ("unit", "parallel", "parity")}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Give all unit tests to as many workers as there are cores, where pytest-xdist is installed.
+    """Give whole folders of tests to as many workers as there are cores; `-n 0` prevents it.
 
-    `-n 0` prevents it. The other tests start several processes each, and run one after the other.
+    Where pytest-xdist is installed. Outside of tests/unit a file's tests stay together: most share
+    a fixture that takes long.
     """
     asked = getattr(config.option, "numprocesses", 0)  # of a worker, too: that has none of its own
-    whole = [config.invocation_params.dir / argument for argument in config.args] == [UNIT]
-    if whole and asked is None and not hasattr(config, "workerinput"):
+    given = {config.invocation_params.dir / argument for argument in config.args}
+    if given <= SHARED and asked is None and not hasattr(config, "workerinput"):
         from megatron_lengen.runtime.cores import available_cores
 
         config.option.numprocesses = min(8, available_cores())
-        config.option.dist = "worksteal"
+        alone = {folder.name for folder in given} == {"unit"}
+        config.option.dist = "worksteal" if alone else "loadfile"
 
 
 @pytest.fixture(scope="session")

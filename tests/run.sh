@@ -9,9 +9,8 @@ cd "$LENGEN_ROOT"
 # One thread for each process: many tests start several.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 (($# == 0)) || exec "$PYTHON" -m pytest "$@"
-# The unit tests share the cores (conftest.py); then those that start several processes each.
 failed=0
-for part in tests/unit "tests/gpu tests/parallel tests/parity"; do
+for part in tests/unit "tests/parallel tests/parity" tests/gpu; do # conftest.py shares out the cores
     # shellcheck disable=SC2086
     "$PYTHON" -m pytest $part || failed=$?
     ((failed < 2)) || exit "$failed" # interrupted, or not even started
