@@ -1,4 +1,4 @@
-"""What many tests need once per process, and how the unit tests share the cores."""
+"""What many tests need once per process, and how tests share the cores."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ EMBEDDING_TABLES = ("*embedding.word_embeddings.weight", "*output_layer.weight")
 
 def build_optimizer(settings: Settings, chunks: list[nn.Module]) -> MegatronOptimizer:
     """AdamW with the run's weight-decay rule."""
-    if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", None):
-        clip_grads.l2_norm_impl = _norm_at_once
+    _use_all_at_once()
     overrides = _weight_decay_overrides(settings)
     optimizer = get_megatron_optimizer(settings.optimizer, chunks, config_overrides=overrides)
     for inner in members(optimizer):
@@ -114,23 +113,36 @@ def apply_gradients(optimizer: MegatronOptimizer) -> float:
     if math.isfinite(norm):
         for inner in members(optimizer):
             parameters = inner.get_parameters()
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            factor = inner.config.clip_grad / (norm + 1e-6)  # Megatron-Core's
-            if gradients and 0.0 < factor < 1.0:
-                torch._foreach_mul_(gradients, factor)
+            if parameters and inner.config.clip_grad > 0.0:
+                clip_grads.clip_grad_by_total_norm_fp32(parameters, inner.config.clip_grad, norm)
         optimizer.step_with_ready_grads()
     return norm
+
+
+def _use_all_at_once() -> None:
+    """Let Megatron-Core's norm and clipping do all gradients at once, as with Transformer Engine.
+
+    Without it and apex they go tensor by tensor: the norm waits for the device at each, and scaling
+    copies each.
+    """
+    if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", None):
+        clip_grads.l2_norm_impl = _norm_at_once
+        clip_grads.multi_tensor_scale_impl = _scale_at_once
 
 
 def _norm_at_once(
     _chunk: int, _overflow: Tensor, lists: list[list[Tensor]], _each: bool
 ) -> tuple[Tensor, None]:
-    """L2 norm [1] of all tensors of a list, in the form in which Megatron-Core calls it.
-
-    What it has itself without Transformer Engine and apex waits for the device once a tensor.
-    """
+    """L2 norm [1] of all tensors of a list."""
     (tensors,) = lists
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))[None], None
+
+
+def _scale_at_once(
+    _chunk: int, _overflow: Tensor, lists: list[list[Tensor]], factor: float
+) -> None:
+    """Scale all tensors of a list in place; the second list is the same."""
+    torch._foreach_mul_(lists[1], factor)
 
 
 def load_scheduler(

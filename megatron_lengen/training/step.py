@@ -129,7 +129,6 @@ class Stepper:
         tokens = positions = labels = loss_mask = None
         if data is not None:
             batch = next(data)
-            # From pinned memory: nothing waits for the device.
             tokens, labels, loss_mask = (
                 tokens_of_rank(batch[key]).to(host.device(), non_blocking=True)
                 for key in ("tokens", "labels", "loss_mask")

@@ -1,4 +1,4 @@
-"""Folders with a random model in both formats, several to average, and the tool that does."""
+"""Folders with a random model in both formats, several to average, and the tools for them."""
 
 import importlib.util
 import sys
@@ -10,6 +10,8 @@ from conversion_models import random_smollm3
 
 from megatron_lengen.convert.to_megatron import hf_to_checkpoint
 from megatron_lengen.errors import run_main
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools" / "checkpoint"
 
 
 @pytest.fixture(scope="session")
@@ -48,17 +50,22 @@ def hf_models(tmp_path_factory):
 
 
 @pytest.fixture
-def average_tool(monkeypatch, capsys):
-    """Runs tools/checkpoint/average.py in this process: (exit code, stdout, stderr)."""
-    script = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "average.py"
-    spec = importlib.util.spec_from_file_location("average_tool", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def tool(monkeypatch, capsys):
+    """tool(NAME) loads tools/checkpoint/NAME.py; called, that runs in this process and gives
+    (exit code, stdout, stderr)."""
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["average.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            run_main(module.main)
-        return left.value.code, *capsys.readouterr()
+    def load(name):
+        script = TOOLS / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"{name}_tool", script)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
 
-    return run
+        def run(*arguments):
+            monkeypatch.setattr(sys, "argv", [script.name, *map(str, arguments)])
+            with pytest.raises(SystemExit) as left:
+                run_main(module.main)
+            return left.value.code, *capsys.readouterr()
+
+        return run
+
+    return load

@@ -227,13 +227,13 @@ def test_decay_is_by_age():
 # ---- the tool ------------------------------------------------------------------------------------
 
 
-def test_the_tool(average_tool, tmp_path, checkpoint_folder):
+def test_the_tool(tool, tmp_path, checkpoint_folder):
     """From two checkpoints to a verified Hugging Face folder."""
     root = shutil.copytree(checkpoint_folder, tmp_path / "run")
     os.rename(root / "release", root / "iter_0000005")
     shutil.copytree(root / "iter_0000005", root / "iter_0000006")
     write_tracker(root, "6")
-    code, out, error = average_tool("--load", root, "--last", 2, "--save", tmp_path / "mean")
+    code, out, error = tool("average")("--load", root, "--last", 2, "--save", tmp_path / "mean")
     assert code == 0, error
     assert out.splitlines() == [
         "0.5000 run/iter_0000005",

@@ -137,7 +137,7 @@ def test_room_is_looked_for_first(tmp_path, monkeypatch):
     refused(tmp_path, [root], "--save: .* GB needed, 1e-07 GB free", last=2)
 
 
-def test_bad_input_is_one_line_and_code_2(average_tool, tmp_path):
+def test_bad_input_is_one_line_and_code_2(tool, tmp_path):
     root = write_run(tmp_path / "run", models=(10,))
     for arguments, message in (
         (["--save", "x"], "the following arguments are required: --load"),
@@ -146,6 +146,6 @@ def test_bad_input_is_one_line_and_code_2(average_tool, tmp_path):
         (["--load", root, "--save", "x", "--iterations", "1,a"], "--iterations: invalid"),
         (["--load", root, "--save", "x", "--dtype", "fp8"], "--dtype: found fp8"),
     ):
-        code, out, error = average_tool(*arguments)
+        code, out, error = tool("average")(*arguments)
         assert code == 2 and out == ""
         assert error.startswith(f"error: {message}") and error.count("\n") == 1, error

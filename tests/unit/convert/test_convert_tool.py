@@ -1,6 +1,5 @@
 """The command line: exit codes and one-line errors, once as a user runs it."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,25 +9,12 @@ from pathlib import Path
 import pytest
 from conversion_models import random_checkpoint
 
-from megatron_lengen.errors import run_main
-
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
 
 
 @pytest.fixture
-def convert(monkeypatch, capsys):
-    """Runs the tool in this process: (exit code, stdout, stderr)."""
-    spec = importlib.util.spec_from_file_location("convert_tool", SCRIPT)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            run_main(tool.main)
-        return left.value.code, *capsys.readouterr()
-
-    return run
+def convert(tool):
+    return tool("convert")
 
 
 def test_as_a_user_runs_it(hf_folder, tmp_path):

@@ -1,12 +1,9 @@
 """What is in a model on disk, against numpy; how two differ, with models made to differ."""
 
-import importlib.util
 import json
 import os
 import re
 import shutil
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from megatron_lengen.convert import inspection
 from megatron_lengen.convert.differences import differences
 from megatron_lengen.convert.inspection import describe, moments, part_of, tensors_of
 from megatron_lengen.convert.stored import open_model
-from megatron_lengen.errors import run_main
 
 # Of the fixtures' model: 4 layers, hidden 32, feed-forward 48, heads 4 of 8 channels in 2 groups.
 PARAMETERS = {
@@ -50,20 +46,8 @@ def run(checkpoint_folder, tmp_path):
 
 
 @pytest.fixture
-def show(monkeypatch, capsys):
-    """Runs tools/checkpoint/inspect.py in this process: (exit code, stdout, stderr)."""
-    script = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "inspect.py"
-    spec = importlib.util.spec_from_file_location("show_tool", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["inspect.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            run_main(module.main)
-        return left.value.code, *capsys.readouterr()
-
-    return run
+def show(tool):
+    return tool("inspect")
 
 
 @pytest.fixture
