@@ -122,7 +122,8 @@ class Stepper:
     def forward_step(self, data: Iterator[Batch] | None, chunk: nn.Module) -> tuple[Tensor, Any]:
         """Called by the schedule for each micro-batch on every stage.
 
-        On a GPU nothing here waits for it: it computes one micro-batch while the next is launched.
+        Written so that a GPU can compute one micro-batch while the next is launched: copies are
+        from pinned memory, and only reruns (--rerun-mode) wait for a loss.
         """
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         set_samples(self._samples(model.decoder.layers[0].current_microbatch))
